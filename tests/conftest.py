@@ -56,4 +56,5 @@ def smollm2(smollm2_tokenizer):
     """The embedded SmolLM2-135M-Instruct in fp32 on the CPU."""
     import cognito_run
 
-    return cognito_run.load_model("smollm2", "cpu", "float32", "none", 4096, smollm2_tokenizer)
+    runtime = cognito_run.resolve_runtime("smollm2", "cpu", "float32", "none")
+    return cognito_run.load_model(runtime, cognito_run.load_config("smollm2", 4096), smollm2_tokenizer)

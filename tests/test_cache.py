@@ -123,7 +123,7 @@ def test_key_norm_evicts_per_head(tiny_model, ids, chunk, ragged):
     """L4: every head keeps its own entries; a multi-token step after it is causal within itself."""
     cache = core.PagedCache(tiny_model.config, ragged=ragged)
     paged_logits(tiny_model, cache, ids[:N_PROMPT], chunk)
-    core.evict_by_key_norm(cache, budget=20)
+    core.KeyNormEvictor(budget=20)(cache)
     kept = [torch.cat([b.entries()[2] for b in layer.buffers]) for layer in cache.layers]
     assert all(k.shape == (2, 20) for k in kept)
     hidden = []
