@@ -51,6 +51,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -61,6 +62,7 @@ import sys
 import time
 import uuid
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +86,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
-from transformers.utils import logging as hf_logging
 
 PASSAGE_TOKENS = 200
 SPARE_TURNS = 4  # questions for which an interactive session leaves room in the window
@@ -103,7 +104,7 @@ class Args:
 
     docs: tuple[Path, ...] = ()
     """.txt and .md files, or folders of them; none: a demo on Python's own help topics"""
-    ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()
+    ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
     """a question; repeat the flag for more; none: a prompt loop on a terminal"""
     config: str = "L3"
     """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key-norm eviction, L5 query repetition"""
@@ -275,12 +276,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_config(name: str, n_positions: int):
-    """Load and check a model's configuration for a run of `n_positions` tokens, before any weights.
-
-    Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
-    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
-    """
+def load_config(name: str):
+    """Load a model's configuration and refuse an architecture that this script does not page, before any weights."""
     if name == "tiny":
         return LlamaConfig(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, bos_token_id=256,
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
@@ -290,16 +287,24 @@ def load_config(name: str, n_positions: int):
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")  # fmt: skip
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "dynamic":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
                       "keys would not fit later queries; choose a model with another rope type")  # fmt: skip
-    if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
-        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    return config
+
+
+def fit_window(config, name: str, n_positions: int) -> None:
+    """Check that a run of `n_positions` tokens fits the model; mutates a longrope configuration to suit it.
+
+    Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
+    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
+    """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
                       "shorten the context or choose a model with a longer window")  # fmt: skip
-    return config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
+        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
 
 
 def load_model(runtime: Runtime, config, tokenizer) -> LM:
@@ -952,8 +957,8 @@ class PageStore:
 class RAGAwarePager:
     """Keeps whole segments in the cache by retrieval score and recency, within a budget.
 
-    retention = score * exp(-decay * lag), lag = turns since the segment was last among the `n_retrieved` best of a
-    question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
+    retention = score * exp(-decay * lag), lag = turns since the segment was first read or last among the `n_retrieved`
+    best of a question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
     fits. Reserved segments, and whatever was read outside any segment, are never evicted. Call it with the
     cache after a chunk or before decoding.
     """
@@ -965,7 +970,7 @@ class RAGAwarePager:
         self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
         self.trace = trace or (lambda event: None)
         self.scores = dict.fromkeys(self.spans, 0.0)
-        self.lags = dict.fromkeys(self.spans, 0)
+        self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
         self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
         self.n_evicted = 0  # segments, over all turns
 
@@ -1121,6 +1126,17 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
     return result
 
 
+@contextlib.contextmanager
+def tracing(path: Path | None, **tags) -> Iterator[Callable[[dict], None] | None]:
+    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
+    if path is None:
+        yield None
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        steps = itertools.count()
+        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
+
+
 def kv_heads(model_config) -> int:
     """KV heads over all layers: the entries that one token makes."""
     return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
@@ -1204,3 +1220,197 @@ def warm_up(lm: LM) -> None:
 
 
 # <<< core:configs
+
+
+class Conversation:
+    """Questions about one set of passages, which are read once; a later question pages in what it wants.
+
+    Where the passages exceed the model's window, the best-ranked that fit are read, in document order; a question
+    whose best passage was left out, or a full window, makes it read again.
+    """
+
+    def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, n_turns: int):
+        self.args, self.lm, self.passages, self.retriever, self.n_turns = args, lm, passages, retriever, n_turns
+        self.config = CONFIGS[args.config]
+        self.chunk_size = None if self.config.stock else args.chunk_size
+        self.store = PageStore(args.page_dir)
+        self.cache: Cache | None = None
+        self.policy = None
+        self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
+        self.unread: list[int] = []  # an answer's last token is never read; the next turn begins with it
+
+    def ask(self, question: str, on_text: Callable[[str], None], trace: Callable[[dict], None] | None) -> dict:
+        """Answer a question and return what it took, JSON-ready; mutates the cache."""
+        scores = dict(zip(self.passages, self.retriever.rank(question).tolist()))
+        was_out = set(getattr(self.policy, "out", ()))
+        input_ids = self._next_turn(question, scores)
+        if input_ids is None:
+            input_ids = self._read(question, scores, trace)
+            was_out = set()
+        bar = tqdm(total=len(input_ids), desc="reading", unit="token", leave=False, disable=len(input_ids) < 512)
+
+        def on_chunk(cache: Cache) -> None:
+            if self.policy is not None and self.args.evict_at == "chunk":
+                self.policy(cache)
+            bar.update(self.chunk_size or len(input_ids))
+            if bar.n >= len(input_ids):
+                bar.close()
+
+        result = generate(self.lm, self.cache, input_ids, self.args.max_new_tokens, self.chunk_size, on_chunk, self.policy, on_text, trace)
+        self.unread = result.token_ids[-1:] if result.finish_reason == "length" else []
+        pager = self.policy if isinstance(self.policy, RAGAwarePager) else None
+        n_seen = self.cache.get_seq_length()
+        return {
+            "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason, "n_seen": n_seen,
+            "n_prompt_tokens": result.n_prompt_tokens, "compression_ratio": result.compression_ratio,
+            "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
+            "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
+            "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None,
+            "passages": [{"passage": name, "tokens": stop - start, "score": scores[name], "lag": pager.lags[name] if pager else 0,
+                          "state": "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"}
+                         for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]])]}  # fmt: skip
+
+    def _read(self, question: str, scores: dict[str, float], trace) -> torch.Tensor:
+        """Begin with an empty cache: the prompt of the passages that fit, and of the question."""
+        self.store.clear()
+        asked = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
+        room = self.lm.model.config.max_position_embeddings - self.n_turns * (len(asked) + self.args.max_new_tokens)
+        fitting = []
+        for name in sorted(scores, key=scores.get, reverse=True):
+            room -= len(tokenise(self.lm.tokenizer, self.passages[name])[0]) + 1  # + 1: a token that a boundary splits
+            if room < 0:
+                break
+            fitting.append(name)
+        left_out = [name for name in self.passages if name not in fitting]
+        if left_out:
+            print(f"{len(left_out)} of {len(self.passages)} passages exceed the model's window and were left out, the worst-ranked "
+                  f"for this question: {', '.join(left_out[:8])}{', ...' if len(left_out) > 8 else ''}", file=sys.stderr)  # fmt: skip
+        prompt = ask_prompt(self.lm.tokenizer, {name: text for name, text in self.passages.items() if name in fitting}, question, self.config)
+        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
+        n_tokens = len(prompt.input_ids)
+        budget = self._budget(n_tokens)
+        check_budget(self.config, prompt, budget)
+        self.cache = new_cache(self.lm, self.config, n_tokens + self.args.max_new_tokens, budget, self.args.chunk_size,
+                               self.args.evict_at == "chunk")  # fmt: skip
+        self.policy = eviction_policy(self.config, prompt, budget, {name: scores[name] for name in self.spans}, self.store, trace)
+        return prompt.input_ids
+
+    def _next_turn(self, question: str, scores: dict[str, float]) -> torch.Tensor | None:
+        """Go on in the cache: page in what the question wants and return its tokens; None where that cannot be."""
+        if self.cache is None or max(scores, key=scores.get) not in self.spans:
+            return None
+        text = next_turn_text(self.lm.tokenizer, question, self.config)
+        input_ids = torch.tensor(self.unread + tokenise(self.lm.tokenizer, text)[0])
+        n_seen = self.cache.get_seq_length() + len(input_ids) + self.args.max_new_tokens
+        if n_seen > self.lm.model.config.max_position_embeddings:
+            return None
+        if self.policy is not None:
+            self.policy.budget = self._budget(n_seen)
+        if isinstance(self.policy, RAGAwarePager):
+            self.policy.retrieve({name: scores[name] for name in self.spans})
+            self.policy(self.cache)
+        return input_ids
+
+    def _budget(self, n_tokens: int) -> int | None:
+        return parse_budget(self.args.kv_budget)(n_tokens, entry_bytes(self.lm.model.config, self.lm.model.dtype))
+
+
+def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Config) -> Prompt:
+    """The prompt of a first question about these passages, which are its only evictable segments."""
+    asked = QUESTION.format(question=question.strip()) * (1 + config.repeat_query)
+    segments = [Segment(name, text) for name, text in passages.items()]
+    return build_prompt(tokenizer, [Segment("instruction", INSTRUCTION, True), *segments, Segment("question", asked, True)])
+
+
+def next_turn_text(tokenizer, question: str, config: Config) -> str:
+    """What the chat template writes between an answer and the next one."""
+    answer = "\u2402"  # a character that no template writes
+    asked = QUESTION.format(question=question.strip()).strip() * (1 + config.repeat_query)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
+    return render_chat(tokenizer, messages).partition(answer)[2]
+
+
+def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
+    """The text of each file named, or found in a folder named; without any, some of Python's help topics."""
+    if not paths:
+        from pydoc_data.topics import topics
+
+        return {topic: topics[topic] for topic in DEMO_TOPICS if topic in topics}
+    files = []
+    for path in paths:
+        found = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".md")) if path.is_dir() else [path]
+        if not found:
+            raise Refusal(f"{path} holds no .txt or .md file; name another --docs")
+        files += found
+    return {str(path): read_text(path) for path in dict.fromkeys(files)}
+
+
+def print_answer(facts: dict) -> None:
+    """The table of one turn: where the passages are, and what the cache and the answer cost."""
+    rows = facts["passages"]
+    if any(row["state"] != "resident" for row in rows):
+        print(f"\n{'passage':40}{'tokens':>7}{'RRF':>9}{'lag':>5}  state")
+        for row in rows if len(rows) <= 16 else [*rows[:10], None, *rows[-5:]]:
+            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag']:5}  {row['state']}" if row else f"... {len(rows) - 15} more")
+    states = Counter(row["state"] for row in rows)
+    print(f"\npassages   {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen")
+    print(f"KV cache   full {facts['kv_bytes_full'] / 2**20:.1f} MiB, resident {facts['kv_bytes_decode'] / 2**20:.1f} MiB "
+          f"({facts['compression_ratio']:.0%} removed), peak {facts['kv_bytes_peak'] / 2**20:.1f} MiB")  # fmt: skip
+    print(f"time       first token {facts['ttft_s']:.1f} s, then {facts['itl_ms_mean'] or math.nan:.0f} ms per token\n", flush=True)
+
+
+def typed_questions() -> Iterator[str]:
+    """Questions typed at a prompt, until the end of input."""
+    while True:
+        try:
+            question = input("question (Ctrl-D ends)> ")
+        except EOFError:
+            return
+        if question.strip():
+            yield question
+
+
+def main(args: Args) -> int:
+    """Read the documents once, answer every question."""
+    check_versions()
+    check_settings([args.config], args.chunk_size, args.evict_at, args.max_new_tokens)
+    parse_budget(args.kv_budget)
+    documents = read_documents(args.docs)
+    interactive = bool(args.docs) and not args.ask
+    if interactive and not sys.stdin.isatty():
+        raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
+    questions = args.ask or (() if interactive else (DEMO_QUESTION,))
+    if not all(question.strip() for question in questions):
+        raise Refusal("--ask got an empty question; ask something")
+    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
+    print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
+    model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
+    passages = {f"{name} #{i}": text for name, document in documents.items()
+                for i, text in enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), 1)}  # fmt: skip
+    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
+    for question in questions or ("?",):
+        n_asked = len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids) + args.max_new_tokens
+        fit_window(model_config, runtime.name, n_asked)
+    fit_window(model_config, runtime.name, min(n_asked + n_tokens, model_config.max_position_embeddings))
+    embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
+    lm = load_model(runtime, model_config, tokenizer)
+    print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
+
+    turns = []
+    with contextlib.closing(HybridRetriever(list(passages.values()), embedder, reranker)) as retriever, tracing(args.trace) as trace:
+        conversation = Conversation(args, lm, passages, retriever, n_turns=len(questions) or SPARE_TURNS)
+        for question in questions or typed_questions():
+            print(f"\n> {question}\n", flush=True)
+            turns.append(conversation.ask(question, on_text=lambda piece: print(piece, end="", flush=True), trace=trace))
+            print(flush=True)
+            print_answer(turns[-1])
+    print(json.dumps({"runtime": str(runtime), "config": args.config, "turns": turns}))
+    return 0
+
+
+if __name__ == "__main__":
+    from typing import Annotated  # noqa: F401
+
+    import tyro
+
+    sys.exit(run_main(main, tyro.cli(Args)))

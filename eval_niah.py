@@ -290,12 +290,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_config(name: str, n_positions: int):
-    """Load and check a model's configuration for a run of `n_positions` tokens, before any weights.
-
-    Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
-    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
-    """
+def load_config(name: str):
+    """Load a model's configuration and refuse an architecture that this script does not page, before any weights."""
     if name == "tiny":
         return LlamaConfig(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, bos_token_id=256,
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
@@ -305,16 +301,24 @@ def load_config(name: str, n_positions: int):
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")  # fmt: skip
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "dynamic":
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
                       "keys would not fit later queries; choose a model with another rope type")  # fmt: skip
-    if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
-        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    return config
+
+
+def fit_window(config, name: str, n_positions: int) -> None:
+    """Check that a run of `n_positions` tokens fits the model; mutates a longrope configuration to suit it.
+
+    Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
+    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
+    """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
                       "shorten the context or choose a model with a longer window")  # fmt: skip
-    return config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
+        config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
 
 
 def load_model(runtime: Runtime, config, tokenizer) -> LM:
@@ -967,8 +971,8 @@ class PageStore:
 class RAGAwarePager:
     """Keeps whole segments in the cache by retrieval score and recency, within a budget.
 
-    retention = score * exp(-decay * lag), lag = turns since the segment was last among the `n_retrieved` best of a
-    question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
+    retention = score * exp(-decay * lag), lag = turns since the segment was first read or last among the `n_retrieved`
+    best of a question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
     fits. Reserved segments, and whatever was read outside any segment, are never evicted. Call it with the
     cache after a chunk or before decoding.
     """
@@ -980,7 +984,7 @@ class RAGAwarePager:
         self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
         self.trace = trace or (lambda event: None)
         self.scores = dict.fromkeys(self.spans, 0.0)
-        self.lags = dict.fromkeys(self.spans, 0)
+        self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
         self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
         self.n_evicted = 0  # segments, over all turns
 
@@ -1134,6 +1138,17 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
     result.text = text if result.token_ids else ""
     result.ttft_s = result.itl_s.pop(0)
     return result
+
+
+@contextlib.contextmanager
+def tracing(path: Path | None, **tags) -> Iterator[Callable[[dict], None] | None]:
+    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
+    if path is None:
+        yield None
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        steps = itertools.count()
+        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
 
 
 def kv_heads(model_config) -> int:
@@ -1348,17 +1363,6 @@ def report(task: str, files: dict[str, RecordFile], case_ids: set[str]) -> int:
     return int(failed > 0)
 
 
-@contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Callable[[dict], None] | None]:
-    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
-    if path is None:
-        yield None
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        steps = itertools.count()
-        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
-
-
 def error_text(error: Exception) -> str:
     """One line for the `error` field; running out of memory is named the same on every device."""
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
@@ -1421,19 +1425,21 @@ class Case:
         return build_prompt(tokenizer, segments, ANSWER_PREFIX.format(key=self.key))
 
 
-def read_haystack(name: str) -> list[str]:
-    """The sentences of a haystack, in order; each ends with the space that follows it."""
+def read_haystack(name: str) -> str:
+    """The text that haystacks are cut from; Python's help topics differ from one Python to the next."""
     if name == "noise":
-        return [sentence + " " for sentence in NOISE]
+        return " ".join(NOISE)
     if name == "prose":
         from pydoc_data.topics import topics
 
-        text = "\n\n".join(topics[topic] for topic in sorted(topics))
-    else:
-        text = read_text(Path(name))
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    sentences = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
-    return [sentence for sentence in sentences if sentence.strip()]
+        return "\n\n".join(topics[topic] for topic in sorted(topics))
+    return read_text(Path(name))
+
+
+def cut_sentences(text: str) -> list[str]:
+    """The sentences of a text, each with the space that follows it."""
+    ends = [match.end() for match in SENTENCE_END.finditer(text + " ")]
+    return [sentence for a, b in zip([0, *ends], ends) if (sentence := (text + " ")[a:b]).strip()]
 
 
 def make_case(args: Args, tokenizer, sentences: list[str], length: int, i: int) -> Case:
@@ -1484,17 +1490,16 @@ def haystack_name(args: Args) -> str:
     return args.haystack if args.haystack in ("noise", "prose") else Path(args.haystack).stem
 
 
-def settings(args: Args, config_name: str, runtime: Runtime, retriever: str) -> dict:
+def settings(args: Args, config_name: str, runtime: Runtime, retriever: str, haystack: str) -> dict:
     """Everything that changes an answer; lengths are left out, so that a file may gain another length."""
     config = CONFIGS[config_name]
-    haystack = args.haystack if args.haystack in ("noise", "prose") else digest(Path(args.haystack).read_text(encoding="utf-8"))
     return {"task": "niah", "config": config_name, "model": runtime.name, "device": runtime.device.type, "dtype": str(runtime.dtype),
-            "quant": runtime.quant, "n": args.n, "seed": args.seed, "haystack": haystack, "max_new_tokens": args.max_new_tokens,
+            "quant": runtime.quant, "n": args.n, "seed": args.seed, "haystack": digest(haystack), "max_new_tokens": args.max_new_tokens,
             "chunk_size": None if config.stock else args.chunk_size,
             "kv_budget": None if config.evict == "nothing" else args.kv_budget,
             "evict_at": None if config.evict == "nothing" else args.evict_at,
             "retriever": retriever if config.evict == "segments" else None,
-            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX + "".join(NOISE))}  # fmt: skip
+            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX)}  # fmt: skip
 
 
 def output_path(args: Args, config_name: str, runtime: Runtime) -> Path:
@@ -1551,14 +1556,16 @@ def main(args: Args) -> int:
         raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
-    model_config = load_config(runtime.name, max(args.lengths))
+    model_config = load_config(runtime.name)
+    fit_window(model_config, runtime.name, max(args.lengths))
     tokenizer = load_tokenizer(runtime.name)
-    sentences = read_haystack(args.haystack)
+    haystack = read_haystack(args.haystack)
+    sentences = cut_sentences(haystack)
     cases = [make_case(args, tokenizer, sentences, length, i) for length in args.lengths for i in range(args.n)]
     retrieves = any(CONFIGS[name].evict == "segments" for name in names)
     embedder, reranker = (load_embedder(args.embedder), load_reranker(args.reranker)) if retrieves else (None, None)
     retriever = f"bm25+{args.embedder}" + (f"+{args.reranker.replace('auto', CROSS_ENCODER)}" if reranker is not None else "")
-    files = {name: RecordFile(output_path(args, name, runtime), settings(args, name, runtime, retriever), args.fresh) for name in names}
+    files = {name: RecordFile(output_path(args, name, runtime), settings(args, name, runtime, retriever, haystack), args.fresh) for name in names}
     for name in names:
         for case in cases:
             prompt = case.prompt(tokenizer, CONFIGS[name].repeat_query)

@@ -57,4 +57,4 @@ def smollm2(smollm2_tokenizer):
     import cognito_run
 
     runtime = cognito_run.resolve_runtime("smollm2", "cpu", "float32", "none")
-    return cognito_run.load_model(runtime, cognito_run.load_config("smollm2", 4096), smollm2_tokenizer)
+    return cognito_run.load_model(runtime, cognito_run.load_config("smollm2"), smollm2_tokenizer)
