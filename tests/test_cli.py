@@ -1,0 +1,247 @@
+"""What a user meets at the command line: bad input in one sentence, runs that finish, records that keep their contract."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cognito_run as core
+import eval_niah as niah
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+CPU = dict(model="tiny", device="cpu", dtype="float32", quant="none", reranker="none")
+LENGTH = 4096  # the tiny model reads bytes: below this the repeated question of L5 leaves more than 2 % empty
+CONTRACT = """task config model case_id group_id seed haystack context_length depth_percent n_prompt_tokens n_new_tokens answers
+    prediction em f1 question_aware compression_ratio kv_bytes_full kv_bytes_peak kv_bytes_decode peak_memory_bytes memory_kind
+    ttft_s prefill_tokens_per_s itl_ms_mean itl_ms_p95 evictions finish_reason error device dtype quant threads versions
+    script_sha256 settings_hash created""".split()
+
+
+@pytest.fixture(autouse=True)
+def offline_in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for script in (core, niah):
+        monkeypatch.setattr(script, "hub_unreachable", lambda: True)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Weights must not be loaded: what is refused is refused before."""
+    for script in (core, niah):
+        monkeypatch.setattr(script, "load_model", lambda *args: pytest.fail("weights were loaded"))
+        monkeypatch.setattr(script, "load_embedder", lambda name: None)
+
+
+def refusal(script, capsys, **given) -> str:
+    """Run a script that must refuse; the one sentence it says."""
+    capsys.readouterr()
+    assert script.run_main(script.main, script.Args(**{**CPU, **given})) == 2
+    return one_sentence(capsys.readouterr().err)
+
+
+def one_sentence(stderr: str) -> str:
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and "Traceback" not in stderr
+    return stderr
+
+
+def run(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run([sys.executable, ROOT / script, *args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+                          encoding="utf-8", timeout=300)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n\t\n", b"\x89PNG\r\n\x1a\n\0\0\xff", b"text\0text", "caf\u00e9".encode("latin-1"),
+                                     "plain".encode("utf-16")])  # fmt: skip
+def test_documents_that_are_no_text(no_weights, capsys, content):
+    """Missing, empty, blank, binary twice, another encoding twice."""
+    if content is not None:
+        Path("notes.txt").write_bytes(content)
+    assert "notes.txt" in refusal(core, capsys, docs=(Path("notes.txt"),), ask=("Who?",))
+    assert "notes.txt" in refusal(niah, capsys, haystack="notes.txt")
+
+
+def test_folder_without_texts(no_weights, capsys):
+    Path("papers").mkdir()
+    Path("papers/a.pdf").write_bytes(b"%PDF")
+    assert "papers" in refusal(core, capsys, docs=(Path("papers"),), ask=("Who?",))
+
+
+@pytest.mark.parametrize("given, said", [
+    (dict(ask=("",)), "question"), (dict(ask=("Who?", " \n")), "question"), (dict(ask=()), "question"),
+    (dict(ask=("why " * 10_000,)), "32768"),
+    (dict(model="nobody/no-such-model"), "nobody/no-such-model"), (dict(model="missing.gguf"), "missing.gguf"), (dict(model="."), "--model ."),
+    (dict(kv_budget="0"), "--kv-budget 0"), (dict(kv_budget="0.0"), "--kv-budget 0.0"), (dict(kv_budget="-1"), "--kv-budget -1"),
+    (dict(kv_budget="1.5"), "--kv-budget 1.5"), (dict(kv_budget="0MiB"), "--kv-budget 0MiB"), (dict(kv_budget="lots"), "--kv-budget lots"),
+    (dict(kv_budget=""), "--kv-budget"), (dict(kv_budget="12"), "reserved"), (dict(kv_budget="2KiB"), "reserved"),
+    (dict(config="L4", kv_budget="0.0001"), "budget"),
+    (dict(config="L9"), "L9"), (dict(config="all"), "all"), (dict(chunk_size=0), "--chunk-size 0"), (dict(chunk_size=-5), "--chunk-size -5"),
+    (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
+    (dict(device="junk"), "--device junk"), (dict(device="meta"), "--device meta"), (dict(device="cuda"), "--device cuda"),
+    (dict(dtype="junk"), "--dtype junk"), (dict(quant="junk"), "--quant junk"), (dict(quant="nf4"), "nf4"),
+    (dict(trace=Path("notes.txt/trace.jsonl")), "trace"), (dict(page_dir=Path("notes.txt")), "notes.txt"),
+])  # fmt: skip
+def test_bad_questions_and_settings(no_weights, monkeypatch, capsys, given, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    Path("notes.txt").write_text("The meeting was chaired by Ada.")
+    assert said in refusal(core, capsys, **{"docs": (Path("notes.txt"),), "ask": ("Who chaired?",), **given})
+
+
+@pytest.mark.parametrize("given, said", [
+    (dict(n=0), "--n 0"), (dict(n=-1), "--n -1"), (dict(lengths=()), "--lengths"), (dict(lengths=(0,)), "--lengths"), (dict(lengths=(100,)), "100"),
+    (dict(lengths=(LENGTH, 40_000)), "40000"), (dict(kv_budget="12"), "reserved"),
+    (dict(config="L4", kv_budget="0.0001"), "budget"), (dict(kv_budget="-1"), "--kv-budget -1"), (dict(config="L9"), "L9"),
+    (dict(chunk_size=0), "--chunk-size 0"), (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
+    (dict(model="missing.gguf"), "missing.gguf"), (dict(model="nobody/no-such-model"), "nobody/no-such-model"),
+    (dict(out=Path("few.txt/out.jsonl")), "few.txt"), (dict(out=Path("few.txt/deeper/out.jsonl")), "few.txt"), (dict(out=Path(".")), "cannot write"),
+    (dict(out=Path("few.txt")), "few.txt"), (dict(out=Path("binary")), "binary"), (dict(out=Path("out.jsonl"), config="all"), "--out"),
+    (dict(trace=Path("few.txt/trace.jsonl")), "trace"),
+])  # fmt: skip
+def test_bad_evaluations(no_weights, capsys, given, said):
+    Path("few.txt").write_text("One sentence. ")
+    Path("binary").write_bytes(b"\xff\xfe\n")
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    assert said in refusal(niah, capsys, **{"lengths": (LENGTH,), "n": 1, **given})
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_hub_that_does_not_answer(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(core.huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(core.huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    core.hub_unreachable.cache_clear()
+    try:
+        assert core.hub_unreachable()
+        with pytest.raises(core.Refusal, match="Hub cannot be reached"):
+            core.load_config("nobody/no-such-model")
+    finally:
+        core.hub_unreachable.cache_clear()
+
+
+def test_a_local_file_is_not_blamed_on_the_hub(no_weights, capsys):
+    """A damaged .gguf file: the sentence sends the user to the file."""
+    Path("damaged.gguf").write_bytes(b"no gguf at all")
+    Path("notes.txt").write_text("The meeting was chaired by Ada.")
+    said = refusal(core, capsys, docs=(Path("notes.txt"),), ask=("Who?",), model="damaged.gguf")
+    assert "damaged.gguf" in said and "Hub cannot be reached" not in said
+
+
+@pytest.mark.parametrize("version, code", [("5.23.4", 2), ("5.25.0", 2), ("5.240.0", 2), ("4.24.1", 2), ("5.24.9", 0)])
+def test_transformers_minor(monkeypatch, capsys, version, code):
+    """The last one is ours: the run then goes on and refuses something else."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "transformers" else real(name))
+    for script in (core, niah):
+        said = refusal(script, capsys, config="L9")
+        assert (f"transformers {version}" in said) == (code == 2) and ("L9" in said) == (code == 0)
+
+
+def test_usage_error_as_a_process(tmp_path):
+    done = run("cognito_run.py", "--model", "tiny", "--docs", "missing.txt", "--ask", "Who?", cwd=tmp_path)
+    assert done.returncode == 2 and "missing.txt" in one_sentence(done.stderr)
+
+
+def test_unknown_flag_as_a_process(tmp_path):
+    done = run("eval_niah.py", "--no-such-flag", cwd=tmp_path)
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_good_run_as_a_process(tmp_path):
+    """Two questions about a folder: answers, a table, JSON last; the trace says what was evicted."""
+    (tmp_path / "papers").mkdir()
+    for name in ("a.txt", "b.md"):
+        (tmp_path / "papers" / name).write_text("".join(f"Fact {i} of {name} is that {i * i} is a square. " for i in range(40)))
+    done = run("cognito_run.py", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--docs", "papers", "--ask", "What is fact 7?",
+               "--ask", "And fact 30?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact 30?"] and said["config"] == "L3"
+    assert 0.5 < said["turns"][0]["compression_ratio"] < 0.7 and "evicted" in done.stdout
+    events = [json.loads(line) for line in (tmp_path / "run.trace.jsonl").read_text().splitlines()]
+    out = {row["passage"] for row in said["turns"][0]["passages"] if row["state"] == "evicted"}
+    first_turn = events[: next(i for i, event in enumerate(events) if event["event"] == "decode")]
+    assert {event["segment"] for event in first_turn if event["event"] == "evict"} == out
+    assert all(event["score"] > 0 and event["lag"] >= 0 for event in events if event["event"] == "evict")
+
+
+def evaluate(**given) -> int:
+    return niah.run_main(niah.main, niah.Args(**{**CPU, "n": 1, "lengths": (LENGTH,), **given}))
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_all_configurations(monkeypatch, capsys):
+    """L1 to L5 and L3 in flight: rows by the contract, KV bytes as promised; a second run has nothing to do."""
+    assert evaluate(config="all", lengths=(8192,)) == 0
+    closing = json.loads(capsys.readouterr().out.splitlines()[-1])
+    paths = [f"results/niah/tiny/L{i}-n1.jsonl" for i in range(1, 6)]
+    assert closing["files"] == paths and closing["failed"] == 0 and [cell["n"] for cell in closing["cells"]] == [1] * 5
+    rows = {Path(path).name[:2]: read(path)[0] for path in paths}
+    for name, row in rows.items():
+        assert set(CONTRACT) <= row.keys() and row["config"] == name and row["error"] is None
+        assert not [key for key in CONTRACT if row[key] is None and key != "error"]
+        assert row["script_sha256"] == hashlib.sha256((ROOT / "eval_niah.py").read_bytes()).hexdigest()
+        assert 0.98 * 8192 <= row["n_prompt_tokens"] + 24 <= 8192
+    assert len({row["case_id"] for row in rows.values()}) == 1 and rows["L5"]["n_prompt_tokens"] > rows["L2"]["n_prompt_tokens"]
+    for name in ("L3", "L4"):
+        assert rows[name]["kv_bytes_decode"] <= 0.45 * rows["L2"]["kv_bytes_decode"] and rows[name]["evictions"] > 0
+        assert 0.6 <= rows[name]["compression_ratio"] < 0.65 and rows["L2"]["compression_ratio"] == 0
+
+    before = {path: Path(path).read_bytes() for path in paths}
+    with monkeypatch.context() as patch:
+        patch.setattr(niah, "load_model", lambda *args: pytest.fail("weights were loaded"))
+        assert evaluate(config="all", lengths=(8192,)) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == closing
+    assert {path: Path(path).read_bytes() for path in paths} == before
+
+    assert evaluate(config="L3", evict_at="chunk", lengths=(8192,)) == 0
+    in_flight = read("results/niah/tiny/L3-n1-inflight.jsonl")[0]
+    assert in_flight["kv_bytes_peak"] <= 0.5 * rows["L2"]["kv_bytes_peak"] < rows["L3"]["kv_bytes_peak"]
+
+
+@pytest.mark.parametrize("other", [dict(seed=3), dict(chunk_size=128), dict(n=2), dict(config="L5"), dict(dtype="bfloat16")])
+def test_other_settings_on_one_file(capsys, one_row, other):
+    before = one_row.read_bytes()
+    assert "other settings" in refusal(niah, capsys, **{"config": "L2", "n": 1, "lengths": (LENGTH,), "out": one_row, **other})
+    assert one_row.read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def one_row(tmp_path_factory):
+    path = tmp_path_factory.mktemp("one") / "out.jsonl"
+    assert evaluate(config="L2", out=path) == 0
+    return path
+
+
+def test_failed_cases_are_rows_and_are_retried(monkeypatch, capsys):
+    """One case fails, one runs out of memory: exit code 1, and the next run does just those two, in their places."""
+    real, ran = niah.run_case, []
+
+    def run_case(*args):
+        ran.append(args[4].case_id)
+        if len(ran) in failing:
+            raise failing[len(ran)]
+        return real(*args)
+
+    monkeypatch.setattr(niah, "run_case", run_case)
+    failing = {1: RuntimeError("the disk\nis on fire"), 3: MemoryError()}
+    given = dict(config="L2", n=4, out=Path("out.jsonl"))
+    assert evaluate(**given) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
+    rows = read("out.jsonl")
+    assert [row["error"] is None for row in rows] == [False, True, False, True] and all(set(CONTRACT) <= row.keys() for row in rows)
+    assert rows[0]["error"] == "RuntimeError: the disk" and rows[2]["error"].startswith("out of memory: ") and rows[2]["em"] is None
+
+    failing = {}
+    assert evaluate(**given) == 0
+    assert ran[4:] == [rows[0]["case_id"], rows[2]["case_id"]]
+    retried = read("out.jsonl")
+    assert [row["case_id"] for row in retried] == [row["case_id"] for row in rows]
+    assert [row["error"] for row in retried] == [None] * 4 and retried[1] == rows[1] and retried[3] == rows[3]

@@ -1,0 +1,196 @@
+"""Several questions about documents that are read once: what returns, what is left out, and that the transcript is right."""
+
+import itertools
+import json
+
+import cognito_run as core
+import numpy as np
+import pytest
+import torch
+
+TOPICS = ("otters", "comets", "violins", "glaciers", "lanterns", "beehives", "harbours", "magnets", "orchids", "pistons", "quarries", "saffron")
+N_NEW = 4
+
+
+class BagOfWords:
+    """A dense embedder of hashed words, without weights."""
+
+    prefixed = False
+
+    def encode(self, texts, **kwargs):
+        vectors = np.array([[sum(map(len, (w for w in core.words(text) if ord(w[0]) % 16 == i))) for i in range(16)] for text in texts], np.float32)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-6)
+
+
+@pytest.fixture
+def passages():
+    return {topic: f"About {topic}. " + f"Every word on {topic} stands in this passage on {topic}. " * 4 + "\n\n" for topic in TOPICS}
+
+
+@pytest.fixture
+def start(passages, request):
+    """A function that begins a conversation with the tiny model in fp32."""
+    def start(window=32768, n_turns=3, **given):
+        config = core.load_config("tiny")
+        config.max_position_embeddings, config.initializer_range = window, 0.2
+        lm = core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), config, core.load_tokenizer("tiny"))
+        retriever = core.HybridRetriever(list(passages.values()), BagOfWords())
+        request.addfinalizer(retriever.close)
+        return core.Conversation(core.Args(max_new_tokens=N_NEW, **given), lm, passages, retriever, n_turns)
+
+    return start
+
+
+def ask(conversation, question, trace=None) -> dict:
+    facts = conversation.ask(question, on_text=lambda piece: None, trace=trace)
+    json.dumps(facts)
+    return facts
+
+
+def states(facts) -> dict[str, str]:
+    return {row["passage"]: row["state"] for row in facts["passages"]}
+
+
+def n_follow_up(conversation, question, previous) -> int:
+    """Tokens of a follow-up alone: what the template writes between two answers, and an answer's last token, never read before."""
+    text = core.next_turn_text(conversation.lm.tokenizer, question, conversation.config)
+    return len(core.tokenise(conversation.lm.tokenizer, text)[0]) + (previous["finish_reason"] == "length")
+
+
+@pytest.mark.parametrize("config", core.CONFIGS)
+def test_documents_are_read_once(start, config):
+    conversation = start(config=config)
+    facts = ask(conversation, "What of otters?")
+    assert facts["n_prompt_tokens"] > sum(map(len, conversation.passages.values()))
+    for question in ("And comets?", "And saffron, at last?"):
+        cache, before = conversation.cache, facts
+        facts = ask(conversation, question)
+        assert conversation.cache is cache and facts["n_prompt_tokens"] == n_follow_up(conversation, question, before) < 300
+        assert facts["n_seen"] == before["n_seen"] + facts["n_prompt_tokens"] + N_NEW - (facts["finish_reason"] == "length")
+        assert facts["question"] == question and (facts["compression_ratio"] > 0.5) == (config in ("L3", "L4"))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_evicted_passage_returns(start, tmp_path, on_disk):
+    """Evicted for the first question, paged in for the third with the very keys and values of its reading."""
+    conversation, full = start(page_dir=tmp_path if on_disk else None), start(config="L2")
+    events = []
+    first = ask(conversation, "What of otters?", events.append)
+    ask(full, "What of otters?")
+    assert states(first)["otters"] == "resident" and states(first)["saffron"] == "evicted"
+    assert on_disk == bool(list(tmp_path.iterdir()))
+    second = ask(conversation, "And comets?", events.append)
+    assert states(second)["comets"] == "paged in" and states(second)["saffron"] == "evicted"
+    third = ask(conversation, "What of saffron in the saffron passage?", events.append)
+    assert states(third)["saffron"] == "paged in"
+    assert conversation.spans == full.spans
+    for topic, state in states(third).items():
+        kept, want = (c.cache.read_page(*conversation.spans[topic]) for c in (conversation, full))
+        assert all(tensor.shape[1] == 0 for tensor in kept.values()) if state == "evicted" else all(torch.equal(kept[k], want[k]) for k in want)
+    happened = [(event["event"], event["segment"]) for event in events if event.get("segment") == "saffron"]
+    assert happened[0] == ("evict", "saffron") and happened[-1] == ("page_in", "saffron")
+    assert third["kv_bytes_decode"] < 0.5 * third["kv_bytes_full"]
+
+
+def test_budget_holds_over_the_turns(start):
+    """The fraction counts all tokens seen, template and answers too; what was read outside passages is never evicted."""
+    for config in ("L3", "L4"):
+        conversation = start(config=config, evict_at="chunk")
+        for question in ("What of otters?", "And comets?", "And violins?"):
+            facts = ask(conversation, question)
+            kept = core.kv_entries(conversation.cache) / core.kv_heads(conversation.lm.model.config)
+            assert kept <= 0.4 * facts["n_seen"] + 2 * N_NEW
+            assert facts["kv_bytes_peak"] < 0.6 * facts["kv_bytes_full"]
+
+
+def test_documents_longer_than_the_window(start, passages, capsys):
+    """The best-ranked that fit, in document order; the others are named; a question on one of those makes it read again."""
+    conversation = start(window=2000, config="L2")
+    facts = ask(conversation, "What of saffron, and of otters?")
+    read = list(conversation.spans)
+    assert {"saffron", "otters"} <= set(read) and 2 < len(read) < 12 and read == [topic for topic in TOPICS if topic in read]
+    left_out = [topic for topic in TOPICS if topic not in read]
+    said = capsys.readouterr().err
+    assert f"{len(left_out)} of 12" in said and all(topic in said for topic in left_out[:8]) and not any(topic in said for topic in read)
+    ranked = sorted(TOPICS, key=dict(zip(TOPICS, conversation.retriever.rank(facts["question"]))).get, reverse=True)
+    assert set(ranked[: len(read)]) == set(read)
+
+    cache = conversation.cache
+    wanted = left_out[0]
+    facts = ask(conversation, f"What of {wanted}? Is there a passage on {wanted}?")
+    assert conversation.cache is not cache and wanted in conversation.spans and facts["n_prompt_tokens"] > 1000
+    assert facts["n_seen"] <= 2000 and facts["n_prompt_tokens"] + N_NEW >= facts["n_seen"]
+
+    cache = conversation.cache
+    follow_up = ask(conversation, f"More of {wanted}: the passage on {wanted}?")
+    assert conversation.cache is cache and follow_up["n_prompt_tokens"] < 300
+
+
+def test_a_full_window_makes_it_read_again(start):
+    conversation = start(window=5000, n_turns=1, config="L3")
+    seen = [ask(conversation, "What of otters?")["n_seen"] for _ in range(12)]
+    assert max(seen) <= 5000 and any(b < a for a, b in zip(seen, seen[1:]))
+
+
+def test_many_questions_still_leave_room_for_the_best_passage(start):
+    conversation = start(window=2000, n_turns=20, config="L2")
+    ask(conversation, "What of saffron?")
+    assert "saffron" in conversation.spans
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("config, chunk", [("L1", 256), ("L2", 64), ("L2", 256), ("L5", 256)])
+def test_a_follow_up_equals_one_uninterrupted_reading(start, passages, monkeypatch, config, chunk, finish):
+    """The cache has read the transcript that the chat template would write, and its logits are those of reading it at once."""
+    conversation = start(config=config, chunk_size=chunk, kv_budget="none")
+    tokenizer, seen, real = conversation.lm.tokenizer, [], core.forward
+    said = iter([*tokenizer.encode("Yes."[: 4 if finish == "length" else 3]), *[tokenizer.eos_token_id] * 2])
+    n_read = itertools.count(1)
+
+    def forward(lm, cache, input_ids):
+        """The real forward, but the model is made to say "Yes." (cut by the length) or "Yes" (ended), then nothing."""
+        seen.append(input_ids)
+        logits.append(real(lm, cache, input_ids))
+        prompt_left = -(-n_prompt[-1] // (chunk if config != "L1" else n_prompt[-1])) - next(n_read)
+        one_hot = torch.zeros_like(logits[-1])
+        one_hot[next(said) if prompt_left <= 0 else 0] = 1
+        return one_hot
+
+    logits, n_prompt, generate = [], [], core.generate
+
+    def noting_generate(lm, cache, input_ids, *args, **kwargs):
+        nonlocal n_read
+        n_read = itertools.count(1)
+        n_prompt.append(len(input_ids))
+        return generate(lm, cache, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(core, "forward", forward)
+    monkeypatch.setattr(core, "generate", noting_generate)
+    first = ask(conversation, "What of otters?")
+    assert first["finish_reason"] == finish
+    if finish == "length":
+        next(said)  # the length ended it before the end token
+    ask(conversation, "And comets?")
+    read = torch.cat(seen)
+    asked = [core.QUESTION.format(question=question) * (1 + (config == "L5")) for question in ("What of otters?", "And comets?")]
+    messages = [{"role": "user", "content": core.INSTRUCTION + "".join(passages.values()) + asked[0]},
+                {"role": "assistant", "content": first["answer"]}, {"role": "user", "content": asked[1].strip()}]  # fmt: skip
+    assert tokenizer.decode(read) == core.render_chat(tokenizer, messages)
+    core.use_attention(conversation.lm.model, stock=True)
+    with torch.inference_mode():
+        want = conversation.lm.model(input_ids=read[None], logits_to_keep=1).logits[0, -1]
+    assert (logits[-1] - want).abs().max() < 1e-4
+
+
+def test_typed_questions(monkeypatch):
+    """Blank lines are passed over; the end of input ends the session."""
+    typed = iter(["What of otters?", "  ", "And comets?"])
+
+    def type_in(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", type_in)
+    assert list(core.typed_questions()) == ["What of otters?", "And comets?"]

@@ -1,0 +1,195 @@
+"""Rank fusion against a naive loop, lexical credit, and the retriever on real passages."""
+
+from contextlib import closing
+
+import cognito_run as core
+import numpy as np
+import pytest
+
+
+class StubEmbedder:
+    """Unit vectors of one's own choice: a function from texts to (n, D)."""
+
+    def __init__(self, vectors, prefixed=False):
+        self.vectors, self.prefixed = vectors, prefixed
+        self.texts = []
+
+    def encode(self, texts, normalize_embeddings, show_progress_bar):
+        self.texts += texts
+        vectors = np.asarray(self.vectors(texts), dtype=np.float32)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def indifferent():
+    """All passages are equally near to any question."""
+    return StubEmbedder(lambda texts: np.ones((len(texts), 4)))
+
+
+def rank(passages, question, embedder, reranker=None):
+    with closing(core.HybridRetriever(passages, embedder, reranker)) as retriever:
+        return retriever.rank(question)
+
+
+@pytest.mark.parametrize("scores,want", [
+    ([3.0, 1.0, 2.0], [1, 3, 2]), ([5, 5, 5], [1, 1, 1]), ([1, 7, 7, 0], [3, 1, 1, 4]), ([-np.inf, 0.0, -np.inf], [2, 1, 2]), ([4], [1]), ([], []),
+])  # fmt: skip
+def test_shared_ranks(scores, want):
+    assert core.shared_ranks(scores).tolist() == want
+
+
+def naive_fusion(rankings, k):
+    n = len(rankings[0][0])
+    total = [0.0] * n
+    for scores, credit in rankings:
+        for i in range(n):
+            if credit[i]:
+                better = [j for j in range(n) if credit[j] and scores[j] > scores[i]]
+                total[i] += 1 / (k + len(better) + 1)
+    return total
+
+
+@pytest.mark.parametrize("k", [60, 1])
+def test_fusion_equals_a_naive_loop(k):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        n = int(rng.integers(1, 12))
+        rankings = [(rng.integers(-3, 4, n).astype(float), rng.random(n) < 0.7) for _ in range(3)]
+        assert core.reciprocal_rank_fusion(rankings, k).tolist() == pytest.approx(naive_fusion(rankings, k), abs=1e-15)
+
+
+def test_fusion_constant():
+    everywhere = np.array([True, True])
+    got = core.reciprocal_rank_fusion([(np.array([2.0, 1.0]), everywhere), (np.array([9.0, 1.0]), everywhere)])
+    assert got.tolist() == pytest.approx([2 / 61, 2 / 62])
+
+
+@pytest.mark.parametrize("passages,question,credited", [
+    (["alpha beta", "gamma delta"], "gamma?", [False, True]),  # idf 0
+    (["cat pet", "pet cat cat", "bird"], "Cat!", [True, True, False]),  # idf negative
+    (["the cat", "the dog"], "bird", [False, False]),
+    (["the cat", "the dog"], "?!", [False, False]),
+    (["!!!", "a cat"], "cat", [False, True]),
+    (["catalogue", "scatter"], "cat", [False, False]),  # a part of a word is no evidence
+])  # fmt: skip
+def test_no_lexical_evidence_no_lexical_credit(passages, question, credited):
+    with closing(core.HybridRetriever(passages, indifferent())) as retriever:
+        assert max(retriever.bm25.get_scores(core.words(question))) <= 0 or "!!!" in passages
+        scores = retriever.rank(question)
+    for score, has_credit in zip(scores, credited):
+        assert score > 1.5 / 61 if has_credit else score == pytest.approx(1 / 61)
+
+
+def test_more_evidence_ranks_higher_among_two_passages():
+    """BM25Okapi gives a word that both passages share a negative weight, and one of a single passage none."""
+    other, answer = rank(["cat dog fish cow", "cat bird"], "cat bird", indifferent())
+    assert answer > other
+
+
+def test_corpus_without_words():
+    assert rank(["!!!", "???"], "What is it?", indifferent()).tolist() == pytest.approx([1 / 61, 1 / 61])
+
+
+PASSAGES = [
+    "The lighthouse on Skarn island was built in 1874 by the engineer Ruth Halloran, and its lamp burned whale oil.",
+    "Bread is baked at four in the morning; the oven is fired with beech wood, which burns slowly and evenly.",
+    "The annual budget of the library is 310,000 euros, of which a third is spent on journals.",
+    "Our tallest member, Piotr, plays the double bass, while his sister Hanna sings soprano in the choir.",
+    "Penguins cannot fly, but they swim at up to thirty kilometres per hour when they hunt for fish.",
+    "To reset the router, hold the small button at the back for ten seconds until the red light blinks.",
+    "The treaty of Velm ended the war in 1653 and gave the northern provinces their own parliament.",
+    "Patients with this allergy must avoid peanuts and carry an adrenaline pen at all times.",
+]
+QUESTIONS = [
+    ("Who constructed the lighthouse?", 0), ("How much money does the library have per year?", 2), ("Which instrument does Piotr play?", 3),
+    ("How do I restart my internet box?", 5), ("In which year did the war end?", 6), ("What must people with the allergy not eat?", 7),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return core.load_embedder("minilm")
+
+
+@pytest.mark.parametrize("question,answer", QUESTIONS)
+def test_finds_the_passage_with_the_answer(minilm, question, answer):
+    scores = rank(PASSAGES, question, minilm)
+    assert scores.argmax() == answer and sorted(scores)[-2] < scores[answer]
+
+
+def test_real_embeddings_are_unit_vectors_without_prefix(minilm):
+    with closing(core.HybridRetriever(PASSAGES, minilm)) as retriever:
+        stored = retriever.index.get(ids=["3"], include=["embeddings"])["embeddings"][0]
+        similarity = retriever._dense("Which instrument does Piotr play?")
+    plain = minilm.encode([PASSAGES[3], "Which instrument does Piotr play?"])
+    assert np.allclose(stored, plain[0] / np.linalg.norm(plain[0]), atol=1e-5)
+    assert similarity[3] + 1 == pytest.approx(plain[0] @ plain[1] / np.linalg.norm(plain[0]) / np.linalg.norm(plain[1]), abs=1e-4)
+
+
+def test_dense_order_of_300_passages_is_exact():
+    """Every passage is ranked, in the order of its cosine."""
+    rng = np.random.default_rng(0)
+    vectors = {f"text {i}": rng.normal(size=32) for i in range(301)}
+    passages = list(vectors)[:300]
+    scores = rank(passages, "text 300", StubEmbedder(lambda texts: [vectors[text] for text in texts]))
+    asked = vectors["text 300"]
+    cosines = [vectors[p] @ asked / np.linalg.norm(vectors[p]) for p in passages]
+    want = [1 / (60 + 1 + sum(other > cosine for other in cosines)) + 1 / 61 for cosine in cosines]  # all share the word "text"
+    assert scores.tolist() == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("n,at", [(300, 150), (1200, 600), (2000, 0)])
+def test_equal_passages_hide_no_other(n, at):
+    """As in a log file: a perfect match among copies of one line comes first, and the copies tie."""
+    passages = ["nothing new"] * n
+    passages[at] = "needle"
+    near, far = np.random.default_rng(0).normal(size=(2, 384))
+    scores = rank(passages, "where", StubEmbedder(lambda texts: [far if text == "nothing new" else near for text in texts]))
+    assert scores[at] == pytest.approx(1 / 61)
+    assert np.delete(scores, at).tolist() == pytest.approx([1 / 62] * (n - 1))
+
+
+def test_more_passages_than_one_batch_of_the_index():
+    rng = np.random.default_rng(0)
+    assert len(rank([f"{i}" for i in range(5600)], "word", StubEmbedder(lambda texts: rng.normal(size=(len(texts), 4))))) == 5600
+
+
+@pytest.mark.parametrize("where", ["passage", "question"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_embeddings_that_are_not_finite_raise(where, value):
+    embedder = StubEmbedder(lambda texts: [[value, 1.0] if where in text else [0.0, 1.0] for text in texts])
+    with np.errstate(invalid="ignore"), pytest.raises(ValueError, match="not finite"):
+        rank(["passage one", "passage two"], "question", embedder)
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_prefixes_of_nomic(prefixed):
+    embedder = StubEmbedder(lambda texts: np.ones((len(texts), 4)), prefixed)
+    rank(["one", "two"], "which?", embedder)
+    want = ["search_document: one", "search_document: two", "search_query: which?"]
+    assert embedder.texts == (want if prefixed else ["one", "two", "which?"])
+
+
+def test_cross_encoder_is_a_third_ranking():
+    class Reranker:
+        def predict(self, pairs, show_progress_bar):
+            assert pairs == [("cat?", "cat"), ("cat?", "dog"), ("cat?", "bird")]
+            return np.array([-3.0, -2.0, 8.0])
+
+    passages = ["cat", "dog", "bird"]
+    assert rank(passages, "cat?", indifferent()).tolist() == pytest.approx([2 / 61, 1 / 61, 1 / 61])
+    assert rank(passages, "cat?", indifferent(), Reranker()).tolist() == pytest.approx([2 / 61 + 1 / 63, 1 / 61 + 1 / 62, 2 / 61])
+    assert rank(passages[1:], "cat?", indifferent(), type("R", (), {"predict": lambda *a, **k: [1.0, 2.0]})()).argmax() == 1
+
+
+def test_collections_are_dropped():
+    def names(retriever):
+        return {collection.name for collection in retriever.client.list_collections()}
+
+    first, second = (core.HybridRetriever(["one", "two"], indifferent()) for _ in range(2))
+    assert {first.index.name, second.index.name} <= names(first)
+    first.close()
+    assert first.index.name not in names(second) and second.index.name in names(second)
+    before = names(second)
+    core.rank_passages(["one", "two"], "which?", indifferent(), None)
+    assert names(second) == before
+    second.close()
