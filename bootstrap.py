@@ -17,7 +17,7 @@
 
 Reads   results/<task>/<model>/<config>[-<variant>].jsonl, a case per line, as the eval scripts write them, and *.trace.jsonl,
         the KV bytes of traced cases. An *arm* is a file's stem (`L3`, `L3-chunk`) less the name of the haystack: `L3-prose` is
-        arm L3 on the haystack "prose". No table pools models, hardware (device, dtype, quant) or haystacks.
+        arm L3 on the haystack "prose". No table pools models, hardware (its name, device, dtype, quant) or haystacks.
 Prints  the tables in Markdown; the last line is a JSON object: rows, comparisons, what was left out, files written.
 Writes  --markdown: the tables, between two marker lines of FILE. --plots: PNG and SVG. --json: every cell and comparison.
 
@@ -96,7 +96,7 @@ NUMBER_FIELDS = (
     "depth_percent", "compression_ratio", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "itl_ms_mean", "threads",
 )  # fmt: skip
 ONE_PER_FILE = ("task", "model", "config", "settings_hash")
-TRACE_EVENTS = ("prefill_chunk", "evict", "page_in", "decode")
+TRACE_EVENTS = ("prefill_chunk", "evict", "page_in", "after_eviction", "decode")
 
 BLOCK_BEGIN, BLOCK_END = "<!-- bootstrap:begin -->", "<!-- bootstrap:end -->"
 
@@ -249,7 +249,7 @@ def read_records(files: list[Path], tally: Counter) -> list[dict]:
                     raise Refused(f"{where}: {field} is {row[field]!r} but {first[field]!r} above: keep one {field} in a file.")
             arm = "-".join(part for part in path.stem.split("-") if part != row["haystack"])
             quant = None if row["quant"] == "none" else row["quant"]
-            hardware = " ".join(filter(None, (row["device"], row["dtype"], quant)))
+            hardware = " ".join(filter(None, (row.get("hardware"), row["device"], row["dtype"], quant)))
             rows.append(row | {"arm": arm, "hardware": hardware, "where": where})
     return rows
 

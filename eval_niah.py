@@ -982,7 +982,7 @@ class RAGAwarePager:
         evictable = [(s.name, span) for s, span in zip(prompt.segments, prompt.spans) if not s.reserved]
         self.spans = dict(evictable)
         self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
-        self.trace = trace or (lambda event: None)
+        self.trace = trace
         self.scores = dict.fromkeys(self.spans, 0.0)
         self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
         self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
@@ -1027,17 +1027,20 @@ class RAGAwarePager:
                 self.store.put(f"{name}@{span[0]}", cache.read_page(*span))
             self.n_evicted += name not in self.out  # in flight, a segment's later part is no second eviction
             self.out.setdefault(name, []).append(span)
-            self._say("evict", name, span, seen)
         if leaving:
             cache.evict(list(leaving.values()))
+        for name, span in leaving.items():
+            self._say("evict", name, span, cache)
         for name in sorted(wanted & self.out.keys()):
             for span in self.out.pop(name):
                 cache.page_in(self.store.take(f"{name}@{span[0]}"))
-                self._say("page_in", name, span, seen)
+                self._say("page_in", name, span, cache)
 
-    def _say(self, event: str, name: str, span: tuple[int, int], seen: int) -> None:
-        self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
-                    "lag": self.lags[name], "retention": self.retention(name), "n_seen": seen})  # fmt: skip
+    def _say(self, event: str, name: str, span: tuple[int, int], cache: PagedCache) -> None:
+        if self.trace is not None:
+            self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
+                        "lag": self.lags[name], "retention": self.retention(name), "n_seen": cache.get_seq_length(),
+                        "kv_bytes": kv_bytes(cache)})  # fmt: skip
 
 
 # <<< core:pager
