@@ -94,7 +94,7 @@ TEXT_FIELDS = ("task", "config", "model", "case_id", "device", "dtype")
 OPTIONAL_TEXT_FIELDS = ("group_id", "haystack", "quant", "memory_kind", "settings_hash", "created")
 NUMBER_FIELDS = (
     "depth_percent", "compression_ratio", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "itl_ms_mean", "threads",
-)  # fmt: skip
+)
 ONE_PER_FILE = ("task", "model", "config", "settings_hash")
 TRACE_EVENTS = ("prefill_chunk", "evict", "page_in", "after_eviction", "decode")
 
@@ -380,7 +380,7 @@ def thesis_pairings(n: int, n_right_a: int, n_right_b: int) -> list[dict]:
             "p_bootstrap": float(min(1, 2 * min(mass[total <= 0].sum(), mass[total >= 0].sum()))),
             "p_shifted": float(mass[np.abs(total - delta) >= delta].sum()),
             "p_sign_flip": float(stats.binomtest(gained, gained + lost).pvalue),
-        })  # fmt: skip
+        })
     return pairings
 
 
@@ -520,7 +520,7 @@ def compare(rows: list[dict], metric: str, arms: tuple[str, str], n_resamples: i
         group_sums[stratum, group] += difference
     shared = {field: rows[0][field] for field in ("model", "hardware", "task", "haystack")}
     result = Comparison(**shared, metric=metric, arm_a=arms[0], arm_b=arms[1], n_pairs=len(pairs), n_groups=len(group_sums),
-                        n_in_one_arm=n_in_one_arm, n_failed=n_failed)  # fmt: skip
+                        n_in_one_arm=n_in_one_arm, n_failed=n_failed)
     if len(pairs) < 2:
         result.obstacle = f"{len(pairs)} finished pair{'s' * (len(pairs) != 1)}, at least 2 are needed"
         return result
@@ -621,7 +621,7 @@ def main_table(cells: list[Cell], memory_kinds: str) -> str:
             span([cell.kv_bytes_decode for cell in own.values()], MIB),
             span([cell.compression_ratio for cell in own.values()], 0.01),
             span([cell.itl_ms for cell in own.values()]),
-        ])  # fmt: skip
+        ])
     return markdown_table(header, rows)
 
 
@@ -703,7 +703,7 @@ def reported_table(rows: list[dict], n_resamples: int, seed: int) -> str:
                 f"{percent(squad.f1)} ({signed(squad.f1 - squad.n_right / squad.n)})" if squad and squad.f1 is not None else "–",
                 f"{span([end for cell in cells.values() for end in cell.peak_memory_bytes or ()], GIB, 2)} GiB",
                 span([cell.itl_ms for name, cell in cells.items() if name.startswith("NIAH")]),
-            ])  # fmt: skip
+            ])
     return markdown_table(["Config", "Source", *REPORTED_COLUMNS, "SQuAD F1 (gap)", "Peak memory", "ITL ms, NIAH"], table)
 
 
@@ -721,7 +721,7 @@ def pairings_table() -> str:
                 f"{signed(pairing['delta'])} [{', '.join(map(signed, ends))}]",
                 *(p_text(pairing[name]) for name in ("p_bootstrap", "p_shifted", "p_sign_flip")),
                 "yes" if fits else "no",
-            ])  # fmt: skip
+            ])
     header = ["Benchmark", "Reported interval, p", "Only L3 / only L4", "Δ pp [95 %]", "p bootstrap", "p shifted", "p sign flip"]
     return markdown_table([*header, "Interval as reported"], table)
 
@@ -772,7 +772,7 @@ def arm_style(arm: str, arms: list[str]) -> dict:
     """Marker and line of an arm: told apart by shape, so that a black and white print loses nothing."""
     place = arms.index(arm)
     return {"marker": MARKERS[place % len(MARKERS)], "linestyle": LINE_STYLES[place % len(LINE_STYLES)], "linewidth": 1.2,
-            "markersize": 7, "color": "black", "markerfacecolor": "white" if place % 2 else "0.35"}  # fmt: skip
+            "markersize": 7, "color": "black", "markerfacecolor": "white" if place % 2 else "0.35"}
 
 
 def draw_heatmap(rows: list[dict], title: str) -> Figure:
@@ -785,7 +785,7 @@ def draw_heatmap(rows: list[dict], title: str) -> Figure:
         for i, low in enumerate(lows):
             for j, length in enumerate(lengths):
                 field = [row for row in rows if row["arm"] == arm and row["context_length"] == length
-                         and min(row["depth_percent"] // 10 * 10, 90) == low]  # fmt: skip
+                         and min(row["depth_percent"] // 10 * 10, 90) == low]
                 done = [row["em"] for row in field if row["error"] is None]
                 shade[i, j] = np.mean(done) if done else np.nan
                 text = f"{sum(done):.0f}/{len(done)}" if done else "fail" if field else ""
@@ -821,7 +821,7 @@ def draw_pareto(cells: list[Cell], title: str) -> Figure:
             x = size[cell.arm] + 0.04 * widest * (alike.index(cell.arm) - (len(alike) - 1) / 2)
             bars = [[score[cell.arm] - 100 * cell.em_low], [100 * cell.em_high - score[cell.arm]]]
             axis.errorbar(x, score[cell.arm], yerr=np.maximum(bars, 0), elinewidth=0.8, capsize=2, label=cell.arm,
-                          **arm_style(cell.arm, arms) | {"linestyle": ""})  # fmt: skip
+                          **arm_style(cell.arm, arms) | {"linestyle": ""})
         by_size = sorted(size, key=lambda arm: (size[arm], -score[arm]))
         front = [arm for place, arm in enumerate(by_size) if all(score[arm] > score[smaller] for smaller in by_size[:place])]
         axis.step([size[arm] for arm in front], [score[arm] for arm in front], where="post", color="0.7", linewidth=3, zorder=0)
@@ -862,7 +862,7 @@ def draw_traces(traces: dict[str, list[dict]], title: str) -> Figure:
         steps = sorted((row for row in rows if row["case_id"] == case), key=lambda row: row["step"])
         look = {"color": ("0.0", "0.55")[place % 2], "markerfacecolor": "white", "markersize": 4}
         axis.plot([row["n_seen"] for row in steps], [row["kv_bytes"] / MIB for row in steps], linewidth=1.4,
-                  linestyle=LINE_STYLES[place % len(LINE_STYLES)], label=f"{name}, {case}", **look)  # fmt: skip
+                  linestyle=LINE_STYLES[place % len(LINE_STYLES)], label=f"{name}, {case}", **look)
         for event, marker in (("evict", "v"), ("page_in", "^")):
             moved = [row for row in steps if row["event"] == event]
             axis.plot([row["n_seen"] for row in moved], [row["kv_bytes"] / MIB for row in moved], marker, **look)

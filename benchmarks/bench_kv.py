@@ -118,7 +118,7 @@ def main(args: Args) -> int:
     for name, row in medians.items():
         row |= {"prefill_ratio": row["prefill_s"] / stock["prefill_s"], "itl_ratio": row["itl_s"] / stock["itl_s"]}
         print(f"{name:16}{row['prefill_s']:8.2f} s{row['prefill_ratio']:7.2f}{row['evict_s'] * 1e3:7.0f} ms{row['itl_s'] * 1e3:7.1f} ms"
-              f"{row['itl_ratio']:7.2f}{row['kv_bytes'] / 2**20:8.1f} MiB")  # fmt: skip
+              f"{row['itl_ratio']:7.2f}{row['kv_bytes'] / 2**20:8.1f} MiB")
     print(json.dumps({"runtime": str(runtime), "length": args.length, "file": str(path), "medians": medians}))
     return 0
 

@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 TINY = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+            num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
-            "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
+            "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 ARCHITECTURES = {
     "llama": {},
     "mistral": dict(sliding_window=24),
@@ -21,7 +21,7 @@ ARCHITECTURES = {
     "gemma": dict(head_dim=16),
     "gemma2": dict(head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, final_logit_softcapping=8.0, query_pre_attn_scalar=16),
     "gemma3_text": dict(head_dim=16, sliding_window=24, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-}  # fmt: skip
+}
 
 
 def tiny_config(architecture: str):
