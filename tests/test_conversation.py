@@ -1,6 +1,5 @@
 """Several questions about documents that are read once: what returns, what is left out, and that the transcript is right."""
 
-import itertools
 import json
 
 import cognito_run as core
@@ -141,40 +140,30 @@ def test_many_questions_still_leave_room_for_the_best_passage(start):
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("config, chunk", [("L1", 256), ("L2", 64), ("L2", 256), ("L5", 256)])
 def test_a_follow_up_equals_one_uninterrupted_reading(start, passages, monkeypatch, config, chunk, finish):
-    """The cache has read the transcript that the chat template would write, and its logits are those of reading it at once."""
+    """The model is made to say "Yes"; the cache has then read what the chat template writes, with the logits of reading it at once."""
     conversation = start(config=config, chunk_size=chunk, kv_budget="none")
-    tokenizer, seen, real = conversation.lm.tokenizer, [], core.forward
-    said = iter([*tokenizer.encode("Yes."[: 4 if finish == "length" else 3]), *[tokenizer.eos_token_id] * 2])
-    n_read = itertools.count(1)
+    tokenizer, read, logits = conversation.lm.tokenizer, [], []
+    answer = "Yes." if finish == "length" else "Yes"
+    said = iter([*tokenizer.encode(answer), *[tokenizer.eos_token_id] * (1 if finish == "length" else 2)])
+    real_forward, real_prefill = core.forward, core.prefill
+
+    def say():
+        return torch.nn.functional.one_hot(torch.tensor(next(said)), 260)
 
     def forward(lm, cache, input_ids):
-        """The real forward, but the model is made to say "Yes." (cut by the length) or "Yes" (ended), then nothing."""
-        seen.append(input_ids)
-        logits.append(real(lm, cache, input_ids))
-        prompt_left = -(-n_prompt[-1] // (chunk if config != "L1" else n_prompt[-1])) - next(n_read)
-        one_hot = torch.zeros_like(logits[-1])
-        one_hot[next(said) if prompt_left <= 0 else 0] = 1
-        return one_hot
-
-    logits, n_prompt, generate = [], [], core.generate
-
-    def noting_generate(lm, cache, input_ids, *args, **kwargs):
-        nonlocal n_read
-        n_read = itertools.count(1)
-        n_prompt.append(len(input_ids))
-        return generate(lm, cache, input_ids, *args, **kwargs)
+        read.append(input_ids)
+        logits.append(real_forward(lm, cache, input_ids))
+        return say() if len(input_ids) == 1 else logits[-1]
 
     monkeypatch.setattr(core, "forward", forward)
-    monkeypatch.setattr(core, "generate", noting_generate)
+    monkeypatch.setattr(core, "prefill", lambda *args: real_prefill(*args) is not None and say())
     first = ask(conversation, "What of otters?")
-    assert first["finish_reason"] == finish
-    if finish == "length":
-        next(said)  # the length ended it before the end token
+    assert first["finish_reason"] == finish and first["answer"] == answer
     ask(conversation, "And comets?")
-    read = torch.cat(seen)
+    read = torch.cat(read)
     asked = [core.QUESTION.format(question=question) * (1 + (config == "L5")) for question in ("What of otters?", "And comets?")]
     messages = [{"role": "user", "content": core.INSTRUCTION + "".join(passages.values()) + asked[0]},
-                {"role": "assistant", "content": first["answer"]}, {"role": "user", "content": asked[1].strip()}]  # fmt: skip
+                {"role": "assistant", "content": answer}, {"role": "user", "content": asked[1].strip()}]  # fmt: skip
     assert tokenizer.decode(read) == core.render_chat(tokenizer, messages)
     core.use_attention(conversation.lm.model, stock=True)
     with torch.inference_mode():

@@ -50,7 +50,7 @@ def test_killed_processes(unbroken, tmp_path):
         assert before <= n_rows(path) < 6
         before = n_rows(path)
         assert facts(path)[:before] == facts(unbroken)[:before] if before else True
-    done = subprocess.run(**start, timeout=300)
+    done = subprocess.run(**start, timeout=600)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["cells"][0]["n"] == 6
     assert facts(path) == facts(unbroken)
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
