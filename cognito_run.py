@@ -197,6 +197,12 @@ def pick_device(device: str) -> torch.device:
     if resolved.type == "cuda" and (not usable or (resolved.index or 0) >= torch.cuda.device_count()):
         raise Refusal(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} usable GPUs; "
                       "pass --device cpu")
+    if resolved.type == "cuda":
+        built_for = [int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+        major, minor = torch.cuda.get_device_capability(resolved)
+        if 10 * major + minor < min(built_for, default=0):
+            raise Refusal(f"this GPU has compute capability {major}.{minor}, but torch {torch.__version__} is built for "
+                          f"{min(built_for) / 10} and up; pass --device cpu")
     return resolved
 
 

@@ -31,6 +31,8 @@ the question alone and evicts whole. Template, instruction, question and answer 
     EM = the SQuAD exact match of the first whole number of the answer (84213 does not match 4213)
     compression_ratio = fraction of the KV entries that is gone when decoding begins
     kv_bytes_full = what an unevicted cache of the same tokens holds; _peak and _decode are read off the storages
+    evictions = segments evicted (L3) or cuts made through all layers (L4)
+    peak_memory_bytes on a CPU is the process's peak resident set, reset for each case: weights and libraries included
 
     uv run eval_niah.py --config L3                              # 2 lengths x 15 depths on the noise haystack
     uv run eval_niah.py --config all --haystack prose            # L1 ... L5
@@ -214,6 +216,12 @@ def pick_device(device: str) -> torch.device:
     if resolved.type == "cuda" and (not usable or (resolved.index or 0) >= torch.cuda.device_count()):
         raise Refusal(f"--device {device} was asked for, but torch sees {torch.cuda.device_count()} usable GPUs; "
                       "pass --device cpu")
+    if resolved.type == "cuda":
+        built_for = [int(arch.removeprefix("sm_")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+        major, minor = torch.cuda.get_device_capability(resolved)
+        if 10 * major + minor < min(built_for, default=0):
+            raise Refusal(f"this GPU has compute capability {major}.{minor}, but torch {torch.__version__} is built for "
+                          f"{min(built_for) / 10} and up; pass --device cpu")
     return resolved
 
 
