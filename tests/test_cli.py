@@ -52,11 +52,11 @@ def one_sentence(stderr: str) -> str:
 def run(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
     return subprocess.run([sys.executable, ROOT / script, *args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True,
-                          encoding="utf-8", timeout=300)  # fmt: skip
+                          encoding="utf-8", timeout=300)
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\t\n", b"\x89PNG\r\n\x1a\n\0\0\xff", b"text\0text", "caf\u00e9".encode("latin-1"),
-                                     "plain".encode("utf-16")])  # fmt: skip
+                                     "plain".encode("utf-16")])
 def test_documents_that_are_no_text(no_weights, capsys, content):
     """Missing, empty, blank, binary twice, another encoding twice."""
     if content is not None:
@@ -86,7 +86,7 @@ def test_folder_without_texts(no_weights, capsys):
     (dict(device="junk"), "--device junk"), (dict(device="meta"), "--device meta"), (dict(device="cuda"), "--device cuda"),
     (dict(dtype="junk"), "--dtype junk"), (dict(quant="junk"), "--quant junk"), (dict(quant="nf4"), "nf4"),
     (dict(trace=Path("notes.txt/trace.jsonl")), "trace"), (dict(page_dir=Path("notes.txt")), "notes.txt"),
-])  # fmt: skip
+])
 def test_bad_questions_and_settings(no_weights, monkeypatch, capsys, given, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -101,9 +101,10 @@ def test_bad_questions_and_settings(no_weights, monkeypatch, capsys, given, said
     (dict(chunk_size=0), "--chunk-size 0"), (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
     (dict(model="missing.gguf"), "missing.gguf"), (dict(model="nobody/no-such-model"), "nobody/no-such-model"),
     (dict(out=Path("few.txt/out.jsonl")), "few.txt"), (dict(out=Path("few.txt/deeper/out.jsonl")), "few.txt"),
-    (dict(out=Path(".")), "cannot write"), (dict(out=Path("few.txt")), "few.txt"), (dict(out=Path("binary")), "binary"), (dict(out=Path("out.jsonl"), config="all"), "--out"),
+    (dict(out=Path(".")), "cannot write"), (dict(out=Path("few.txt")), "few.txt"),
+    (dict(out=Path("binary")), "binary"), (dict(out=Path("out.jsonl"), config="all"), "--out"),
     (dict(trace=Path("few.txt/trace.jsonl")), "trace"),
-])  # fmt: skip
+])
 def test_bad_evaluations(no_weights, capsys, given, said):
     Path("few.txt").write_text("One sentence. ")
     Path("binary").write_bytes(b"\xff\xfe\n")
@@ -159,7 +160,7 @@ def test_good_run_as_a_process(tmp_path):
     for name in ("a.txt", "b.md"):
         (tmp_path / "papers" / name).write_text("".join(f"Fact {i} of {name} is that {i * i} is a square. " for i in range(40)))
     done = run("cognito_run.py", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--docs", "papers", "--ask", "What is fact 7?",
-               "--ask", "And fact 30?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", cwd=tmp_path)  # fmt: skip
+               "--ask", "And fact 30?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact 30?"] and said["config"] == "L3"

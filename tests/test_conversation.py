@@ -1,6 +1,7 @@
 """Several questions about documents that are read once: what returns, what is left out, and that the transcript is right."""
 
 import json
+import zlib
 
 import cognito_run as core
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 TOPICS = ("otters", "comets", "violins", "glaciers", "lanterns", "beehives", "harbours", "magnets", "orchids", "pistons", "quarries",
-          "saffron")  # fmt: skip
+          "saffron")
 N_NEW = 4
 
 
@@ -18,7 +19,10 @@ class BagOfWords:
     prefixed = False
 
     def encode(self, texts, **kwargs):
-        vectors = np.array([[sum(ord(w[0]) % 16 == i for w in core.words(text)) for i in range(16)] for text in texts], np.float32)
+        vectors = np.zeros((len(texts), 256), np.float32)
+        for vector, text in zip(vectors, texts):
+            for word in core.words(text):
+                vector[zlib.crc32(word.encode()) % 256] += 1
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -35,8 +39,8 @@ def start(passages, request):
         config.max_position_embeddings, config.initializer_range = window, 0.2
         lm = core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), config, core.load_tokenizer("tiny"))
         retriever = core.HybridRetriever(list(passages.values()), BagOfWords())
-        request.addfinalizer(retriever.close)
-        return core.Conversation(core.Args(max_new_tokens=N_NEW, **given), lm, passages, retriever, n_turns)
+        args = core.Args(max_new_tokens=N_NEW, **given)
+        return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir), n_turns)
 
     return start
 
@@ -66,7 +70,8 @@ def test_documents_are_read_once(start, config):
         cache, before = conversation.cache, facts
         facts = ask(conversation, question)
         assert conversation.cache is cache and facts["n_prompt_tokens"] == n_follow_up(conversation, question, before) < 300
-        assert facts["n_seen"] == before["n_seen"] + facts["n_prompt_tokens"] + N_NEW - (facts["finish_reason"] == "length")
+        n_new = facts["n_seen"] - before["n_seen"] - facts["n_prompt_tokens"]
+        assert n_new == N_NEW - 1 if facts["finish_reason"] == "length" else 0 <= n_new < N_NEW
         assert facts["question"] == question and (facts["compression_ratio"] > 0.5) == (config in ("L3", "L4"))
 
 
@@ -77,24 +82,24 @@ def test_an_evicted_passage_returns(start, tmp_path, on_disk):
     events = []
     first = ask(conversation, "What of otters?", events.append)
     ask(full, "What of otters?")
-    assert states(first)["otters"] == "resident" and states(first)["saffron"] == "evicted"
-    assert on_disk == bool(list(tmp_path.iterdir()))
-    second = ask(conversation, "And comets?", events.append)
-    assert states(second)["comets"] == "paged in" and states(second)["saffron"] == "evicted"
-    third = ask(conversation, "What of saffron in the saffron passage?", events.append)
-    assert states(third)["saffron"] == "paged in"
+    assert states(first)["otters"] == "resident" and on_disk == bool(list(tmp_path.iterdir()))
+    out = [topic for topic in TOPICS if states(first)[topic] == "evicted"]
+    second = ask(conversation, f"And {out[0]}?", events.append)
+    assert states(second)[out[0]] == "paged in"
+    wanted = next(topic for topic in out if states(second)[topic] == "evicted")
+    third = ask(conversation, f"What of {wanted}?", events.append)
+    assert states(third)[wanted] == "paged in"
     assert conversation.spans == full.spans
     for topic, state in states(third).items():
         kept, want = (c.cache.read_page(*conversation.spans[topic]) for c in (conversation, full))
         want = {name: tensor[:, :0] if state == "evicted" else tensor for name, tensor in want.items()}
         assert all(torch.equal(kept[name], want[name]) for name in want)
-    happened = [(event["event"], event["segment"]) for event in events if event.get("segment") == "saffron"]
-    assert happened[0] == ("evict", "saffron") and happened[-1] == ("page_in", "saffron")
+    assert [event["event"] for event in events if event.get("segment") == wanted] == ["evict", "page_in"]
     assert third["kv_bytes_decode"] < 0.5 * third["kv_bytes_full"]
 
 
 def test_budget_holds_over_the_turns(start):
-    """The fraction counts all tokens seen, template and answers too; what was read outside passages is never evicted."""
+    """The fraction counts all tokens seen, template and answers too."""
     for config in ("L3", "L4"):
         conversation = start(config=config, evict_at="chunk")
         for question in ("What of otters?", "And comets?", "And violins?"):
@@ -128,9 +133,9 @@ def test_documents_longer_than_the_window(start, passages, capsys):
 
 
 def test_a_full_window_makes_it_read_again(start):
-    conversation = start(window=5000, n_turns=1, config="L3")
-    seen = [ask(conversation, "What of otters?")["n_seen"] for _ in range(12)]
-    assert max(seen) <= 5000 and any(b < a for a, b in zip(seen, seen[1:]))
+    conversation = start(window=3600, n_turns=1, config="L3")
+    seen = [ask(conversation, "What of otters?")["n_seen"] for _ in range(6)]
+    assert max(seen) <= 3600 and any(b < a for a, b in zip(seen, seen[1:]))
 
 
 def test_many_questions_still_leave_room_for_the_best_passage(start):
@@ -165,7 +170,7 @@ def test_a_follow_up_equals_one_uninterrupted_reading(start, passages, monkeypat
     read = torch.cat(read)
     asked = [core.QUESTION.format(question=question) * (1 + (config == "L5")) for question in ("What of otters?", "And comets?")]
     messages = [{"role": "user", "content": core.INSTRUCTION + "".join(passages.values()) + asked[0]},
-                {"role": "assistant", "content": answer}, {"role": "user", "content": asked[1].strip()}]  # fmt: skip
+                {"role": "assistant", "content": answer}, {"role": "user", "content": asked[1].strip()}]
     assert tokenizer.decode(read) == core.render_chat(tokenizer, messages)
     core.use_attention(conversation.lm.model, stock=True)
     with torch.inference_mode():

@@ -14,7 +14,8 @@ N_PROMPT, N_NEW = 90, 16
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
+def offline_in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for script in (core, niah):
         monkeypatch.setattr(script, "hub_unreachable", lambda: True)
 
@@ -81,7 +82,7 @@ def test_finish_reason(tiny):
 @pytest.mark.parametrize("text, max_new_tokens", [
     ("h\u00e9llo \u20ac5 \U0001f600!", 64), ("\u65e5\u672c\u8a9e", 64), ("", 64),
     ("ab\U0001f600", 4), ("caf\u00e9", 4), ("odd \ufffd", 64), ("odd \ufffd end", 64),
-])  # fmt: skip
+])
 def test_streamed_pieces_make_the_text(tiny, monkeypatch, text, max_new_tokens):
     """Characters of several tokens come whole; what the length cuts through, or a real U+FFFD, is not lost."""
     script = [*tiny.tokenizer.encode(text), tiny.tokenizer.eos_token_id]
@@ -141,7 +142,7 @@ def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch, capsys)
     folder, models, real = save_model(tmp_path / "phi3", phi3(original_window=300)), [], core.load_model
     monkeypatch.setattr(core, "load_model", lambda *args: models.append(real(*args)) or models[-1])
     args = core.Args(docs=(tmp_path / "notes.txt",), ask=("Who?", "When?", "Where?"), config="L2", model=folder, device="cpu",
-                     dtype="float32", reranker="none", max_new_tokens=2)  # fmt: skip
+                     dtype="float32", reranker="none", max_new_tokens=2)
     assert core.main(args) == 0
     seen = [turn["n_seen"] for turn in json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]]
     assert seen[0] < 300 < seen[-1]
@@ -149,9 +150,8 @@ def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch, capsys)
     assert rope["short_factor"] == rope["long_factor"]
 
 
-def test_a_folder_as_model(tmp_path, monkeypatch, capsys):
+def test_a_folder_as_model(tmp_path):
     """`--model FOLDER` from the command line's arguments to the record."""
-    monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "my.model", phi3(original_window=64))
     args = niah.Args(config="L2", model="my.model", device="cpu", dtype="float32", n=1, lengths=(4096,))
     assert niah.main(args) == 0
@@ -164,7 +164,7 @@ def test_a_folder_as_model(tmp_path, monkeypatch, capsys):
     (AutoConfig.for_model("gemma3_text", rope_parameters={
         "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}), "dynamic"),
-])  # fmt: skip
+])
 def test_models_refused_by_name(tmp_path, monkeypatch, capsys, config, said):
     """From the configuration alone: the folder holds no weights."""
     config.save_pretrained(tmp_path)
@@ -204,15 +204,18 @@ def test_dtype_on_a_cpu(monkeypatch, has_bf16, want):
 
 
 @pytest.mark.parametrize("n_gpus, driver, device, want", [
-    (0, False, "auto", ("smollm2", "cpu", "none")), (2, True, "auto", ("mistral", "cuda", "nf4")), (2, True, "cpu", ("smollm2", "cpu", "none")),
+    (0, False, "auto", ("smollm2", "cpu", "none")), (2, True, "auto", ("mistral", "cuda", "nf4")),
+    (2, True, "cpu", ("smollm2", "cpu", "none")),
     (2, True, "cuda:1", ("mistral", "cuda:1", "nf4")), (0, True, "cpu", ("smollm2", "cpu", "none")),
-    (2, True, "cuda:2", "cuda:2"), (0, False, "cuda", "cuda"), (0, True, "auto", "driver"), (0, False, "mps", "mps"), (0, False, "gpu", "gpu"),
-])  # fmt: skip
+    (2, True, "cuda:2", "cuda:2"), (0, False, "cuda", "cuda"), (0, True, "auto", "driver"),
+    (0, False, "mps", "mps"), (0, False, "gpu", "gpu"),
+])
 def test_device_and_default_model(monkeypatch, n_gpus, driver, device, want):
     """A GPU that is there and cannot be used is said, never passed over."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_120", "compute_120"])
     real = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: driver if str(path) == "/dev/nvidiactl" else real(path))
     if isinstance(want, str):
@@ -223,6 +226,20 @@ def test_device_and_default_model(monkeypatch, n_gpus, driver, device, want):
         assert (got.name, str(got.device), got.quant) == want
         assert core.resolve_runtime("auto", device, "auto", "none").quant == "none"
         assert core.resolve_runtime("qwen", device, "auto", "auto").quant == "none"
+
+
+@pytest.mark.parametrize("capability, taken", [((6, 1), False), ((7, 0), False), ((7, 5), True), ((10, 0), True)])
+def test_a_gpu_older_than_the_build(monkeypatch, capability, taken):
+    """The driver sees such a GPU, but torch has no kernels for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_120", "compute_120"])
+    if taken:
+        assert core.pick_device("auto").type == "cuda"
+    else:
+        with pytest.raises(core.Refusal, match=rf"{capability[0]}\.{capability[1]}.*7\.5"):
+            core.pick_device("auto")
 
 
 @torch.inference_mode()

@@ -9,26 +9,28 @@ import torch
 
 
 @pytest.mark.parametrize("text,seen,bytes_per_token,want", [
-    ("0.4", 1000, 7, 400), ("0.3", 10, 7, 3), ("0.29", 100, 7, 29), ("0.57", 100, 7, 57), ("0.07", 100, 7, 7), ("0.1", 30, 7, 3), (".5", 9, 7, 4),
+    ("0.4", 1000, 7, 400), ("0.3", 10, 7, 3), ("0.29", 100, 7, 29), ("0.57", 100, 7, 57),
+    ("0.07", 100, 7, 7), ("0.1", 30, 7, 3), (".5", 9, 7, 4),
     ("0.999", 1000, 7, 999), ("0.6", 8190, 7, 4914), ("1.0", 77, 7, 77), ("0.001", 10, 7, 0),
     ("4096", 10, 7, 4096), ("1", 10, 7, 1),
     ("1KiB", 10, 1024, 1), ("512MiB", 10, 46080, 11650), ("1.5GiB", 10, 2**20, 1536), ("1KiB", 10, 1000, 1), ("1KiB", 10, 1025, 0),
     ("none", 10, 7, None),
-])  # fmt: skip
+])
 def test_budget_in_entries(text, seen, bytes_per_token, want):
     assert core.parse_budget(text)(seen, bytes_per_token) == want
 
 
-@pytest.mark.parametrize("percent", range(1, 100))
-def test_a_fraction_loses_no_token(percent):
-    budget = core.parse_budget(f"0.{percent:02d}")
-    assert [budget(seen, 1) for seen in range(1, 2000)] == [seen * percent // 100 for seen in range(1, 2000)]
+def test_a_fraction_loses_no_token():
+    for percent in range(1, 100):
+        budget = core.parse_budget(f"0.{percent:02d}")
+        assert [budget(seen, 1) for seen in range(1, 500)] == [seen * percent // 100 for seen in range(1, 500)]
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "0", "0.0", "0.", "5.", "-1", "-0.4", "+4", "1.1", "2.0", "40%", "1e3", "nan", "inf", "None", "all", "0MiB", "512MB", "512 MiB", "MiB",
+    "", " ", "0", "0.0", "0.", "5.", "-1", "-0.4", "+4", "1.1", "2.0", "40%", "1e3",
+    "nan", "inf", "None", "all", "0MiB", "512MB", "512 MiB", "MiB",
     "512mib", "512B", "-1GiB", "0.4 ", "0,4", "4096\n",
-])  # fmt: skip
+])
 def test_bad_budget_is_refused(text):
     with pytest.raises(core.Refusal, match="budget"):
         core.parse_budget(text)
@@ -39,7 +41,8 @@ def make_prompt(sizes: dict[str, int], reserved=("head", "tail")) -> core.Prompt
     bounds = [0]
     for size in sizes.values():
         bounds.append(bounds[-1] + size)
-    return core.Prompt(torch.arange(bounds[-1]), [core.Segment(name, "", name in reserved) for name in sizes], list(zip(bounds, bounds[1:])))
+    segments = [core.Segment(name, "", name in reserved) for name in sizes]
+    return core.Prompt(torch.arange(bounds[-1]), segments, list(zip(bounds, bounds[1:])))
 
 
 def read(cache: core.PagedCache, n: int) -> None:
@@ -70,7 +73,7 @@ def naive_resident(sizes: dict[str, int], retention: dict[str, float], room: int
 
 
 def test_retention_over_turns():
-    """Two best per question are retrieved; a lag counts the turns since then, or since the first reading."""
+    """The best one of each question is retrieved; a lag counts the turns since then, or since the first reading."""
     pager = core.RAGAwarePager(make_prompt({"head": 3, "a": 5, "b": 5, "c": 5, "tail": 2}), 10, n_retrieved=1)
     faded = [1, 0.6703200460, 0.4493289641, 0.3011942119]  # e^(-0.4 lag)
     turns = [  # score, lag
@@ -96,7 +99,7 @@ def test_defaults_are_the_thesis_ones():
     assert pager.retention("b") == pytest.approx(math.exp(-0.8))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_lowest_go_first_and_whole(cache, seed):
     rng = random.Random(seed)
     sizes = {"head": rng.randrange(1, 9), **{f"s{i}": rng.randrange(1, 20) for i in range(8)}, "tail": rng.randrange(1, 9)}
@@ -145,30 +148,13 @@ def test_ties_are_broken_by_place():
         assert pager.wanted(9) == {"c", "d"}
 
 
-def test_in_flight_a_partly_read_segment_goes_with_its_tail(cache):
-    """After every chunk of 4: nothing of an evicted segment stays, and its later parts count and are paged with it."""
-    events, prompt = [], make_prompt({"head": 2, "a": 10, "b": 3, "c": 6, "tail": 1})
-    store = core.PageStore()
-    pager = core.RAGAwarePager(prompt, 8, store, events.append)
-    pager.retrieve({"a": 0.1, "b": 0.3, "c": 0.2})
-    want = [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1], [0, 1, 12, 13, 14, 15], [0, 1, 12, 13, 14, 15, 16, 17], [0, 1, 12, 13, 14, 21]]
-    for n, held in zip((4, 4, 4, 4, 2, 4), want):
-        read(cache, n)
-        pager(cache)
-        assert positions(cache) == held
-    assert pager.n_evicted == 2 and pager.out == {"a": [(2, 12)], "c": [(15, 18), (18, 21)]} or pager.out["c"] == [(15, 21)]
-    assert [(e["event"], e["segment"]) for e in events][:1] == [("evict", "a")]
-
-
-def test_in_flight_tail_counts_once(cache):
+def test_in_flight_eviction_of_a_partly_read_segment(cache):
     """A segment evicted in the middle of being read leaves in parts, which are one eviction, and comes back whole."""
     events = []
     pager = core.RAGAwarePager(make_prompt({"head": 2, "a": 12, "b": 4, "tail": 2}), 8, core.PageStore(), events.append)
     pager.retrieve({"a": 0.1, "b": 0.2})
     whole = core.PagedCache(type("Config", (), {"num_hidden_layers": 2}))
-    want = [[0, 1, 2, 3, 4], [0, 1], [0, 1], [0, 1, 14, 15, 16, 17, 18, 19]]
-    for held in want:
-        torch.manual_seed(len(events))
+    for held in ([0, 1, 2, 3, 4], [0, 1], [0, 1, 14], [0, 1, 14, 15, 16, 17, 18, 19]):
         keys, values = torch.randn(2, 1, 2, 5, 4)
         for layer in range(2):
             whole.update(keys, values, layer)
@@ -237,7 +223,7 @@ def test_four_turns_of_questions(tmp_path, on_disk):
         was_in = resident
     assert any(e["event"] == "page_in" for e in events)
     assert pager.n_evicted == sum(e["event"] == "evict" for e in events)
-    store.clear()
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -248,18 +234,13 @@ def test_eviction_events_come_lowest_first(cache):
     read(cache, 17)
     pager(cache)
     assert [(e["event"], e["segment"], e["score"], e["lag"], e["n_seen"]) for e in events] == [
-        ("evict", "b", 0.1, 0, 17), ("evict", "d", 0.2, 0, 17), ("evict", "a", 0.3, 0, 17)]  # fmt: skip
+        ("evict", "b", 0.1, 0, 17), ("evict", "d", 0.2, 0, 17), ("evict", "a", 0.3, 0, 17)]
 
 
-@pytest.mark.parametrize("way", ["page folder", "trace"])
-def test_a_place_that_cannot_be_written_is_refused(tmp_path, way):
+def test_a_folder_that_cannot_hold_pages_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(core.Refusal, match="file"):
-        if way == "trace":
-            with core.tracing(tmp_path / "file" / "trace.jsonl"):
-                pass
-        else:
-            core.PageStore(tmp_path / "file" / "pages").put("a", {"keys": torch.ones(2)})
+        core.PageStore(tmp_path / "file" / "pages").put("a", {"keys": torch.ones(2)})
 
 
 def naive_heavy_hitters(scores: list[list[float]], budget: int, n_sink: int, n_recent: int) -> list[list[int]]:
@@ -273,9 +254,10 @@ def naive_heavy_hitters(scores: list[list[float]], budget: int, n_sink: int, n_r
 
 
 @pytest.mark.parametrize("S,budget,n_sink,n_recent", [
-    (30, 1, 1, 0), (30, 2, 2, 0), (30, 3, 2, 1), (30, 4, 3, 1), (30, 5, 4, 1), (30, 6, 4, 2), (30, 12, 4, 3), (30, 20, 4, 5), (30, 29, 4, 7), (100, 40, 4, 10),
+    (30, 1, 1, 0), (30, 2, 2, 0), (30, 3, 2, 1), (30, 4, 3, 1), (30, 5, 4, 1), (30, 6, 4, 2),
+    (30, 12, 4, 3), (30, 20, 4, 5), (30, 29, 4, 7), (100, 40, 4, 10),
     (30, 30, 4, 8), (30, 31, 4, 8), (30, 1000, 4, 8), (5, 5, 4, 1), (5, 4, 3, 1), (2, 1, 1, 0), (1, 1, 1, 0), (1, 9, 1, 0),
-])  # fmt: skip
+])
 def test_heavy_hitters(S, budget, n_sink, n_recent):
     """Sinks and a recent quarter, both inside the budget, then the best of the rest, per head."""
     scores = torch.randn(3, S, generator=torch.Generator().manual_seed(S * 1000 + budget))

@@ -7,10 +7,11 @@ import cognito_run as core
 import pytest
 
 ATOMS = (
-    "word", "Word", "ing", " the", " a passage", "  two spaces", " ", "   ", "\n", "\n\n", "\n\n\n", "\t", "\t\tx = 1", ".", "...", "!?", ". ", "'s", "’s",
-    "1", "12", "1234567", " 3.14", "1,000", "e-5", "é", "e\u0301", "ß", "naïve ", "🙂", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇧🇷", "漢字", "东京。", "日本語です", "한국어 ", "ไทย", "العربية",
-    "def f(x):\n    return x[0]\n", "{\"a\": [1, 2]}", "</div>", "`code`", "<|im_end|>", "<|im_start|>user\n", "\u00a0", "\u200b", "\ufeff", "\u2028", "\r\n",
-)  # fmt: skip
+    "word", "Word", "ing", " the", " a passage", "  two spaces", " ", "   ", "\n", "\n\n", "\n\n\n", "\t", "\t\tx = 1",
+    ".", "...", "!?", ". ", "'s", "’s", "1", "12", "1234567", " 3.14", "1,000", "e-5", "é", "e\u0301", "ß", "naïve ",
+    "🙂", "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇧🇷", "漢字", "东京。", "日本語です", "한국어 ", "ไทย", "العربية", "def f(x):\n    return x[0]\n",
+    '{"a": [1, 2]}', "</div>", "`code`", "<|im_end|>", "<|im_start|>user\n", "\u00a0", "\u200b", "\ufeff", "\u2028", "\r\n",
+)
 
 
 def odd_texts(n: int, seed: int = 0) -> list[str]:
@@ -38,7 +39,7 @@ def test_piecewise_is_not_mono(smollm2_tokenizer):
     prompt = core.build_prompt(smollm2_tokenizer, [core.Segment(f"p{i}", text) for i, text in enumerate(texts)], "The answer is")
     ids, pieces = prompt.input_ids.tolist(), [segment.text for segment in prompt.segments]
     rendered = smollm2_tokenizer.apply_chat_template([{"role": "user", "content": "".join(texts)}], tokenize=False,
-                                                     add_generation_prompt=True) + "The answer is"  # fmt: skip
+                                                     add_generation_prompt=True) + "The answer is"
     assert "".join(pieces) == rendered and pieces[1:-1] == texts
     assert ids == smollm2_tokenizer(rendered, add_special_tokens=False)["input_ids"]
     assert smollm2_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == rendered
@@ -149,7 +150,7 @@ def test_cut_of_cjk(smollm2_tokenizer):
 
 @pytest.mark.parametrize("text,want", [
     ("", []), ("One.", ["One."]), ("One. ", ["One. "]), ("One.\n\n", ["One.\n\n"]), ("。", ["。"]), (" \n\n ", [" \n\n "]),
-])  # fmt: skip
+])
 def test_cut_makes_no_empty_passage(smollm2_tokenizer, text, want):
     assert core.cut_passages(text, smollm2_tokenizer, 50) == want
 
@@ -157,7 +158,7 @@ def test_cut_makes_no_empty_passage(smollm2_tokenizer, text, want):
 @pytest.mark.parametrize("content,reason", [
     (b"", "empty"), (b" \n\t\n", "empty"), (b"\xef\xbb\xbf", "empty"), (b"\x89PNG\r\n\x1a\n\0\0", "not UTF-8"),
     (b"abc\0def", "binary"), ("olá".encode("latin-1"), "not UTF-8"), ("text".encode("utf-16"), "not UTF-8"),
-])  # fmt: skip
+])
 def test_document_without_text_is_refused(tmp_path, content, reason):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)

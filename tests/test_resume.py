@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ARGS = dict(config="L2", model="tiny", device="cpu", dtype="float32", lengths=(4096,))
 SAME = ("case_id", "seed", "depth_percent", "n_prompt_tokens", "n_new_tokens", "answers", "prediction", "text", "em", "f1",
-        "kv_bytes_peak", "kv_bytes_decode", "error", "settings_hash")  # fmt: skip
+        "kv_bytes_peak", "kv_bytes_decode", "error", "settings_hash")
 
 
 def facts(path: Path) -> list[list]:
@@ -38,7 +38,7 @@ def test_killed_processes(unbroken, tmp_path):
     path = tmp_path / "out.jsonl"
     flags = "--config L2 --model tiny --device cpu --dtype float32 --lengths 4096 --n 6 --out out.jsonl".split()
     start = dict(args=[sys.executable, ROOT / "eval_niah.py", *flags], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                 env={**os.environ, "HF_HUB_OFFLINE": "1"})  # fmt: skip
+                 env={**os.environ, "HF_HUB_OFFLINE": "1"})
     before = 0
     for rows_wanted in (0, 1, 3):
         with subprocess.Popen(**start) as process:
@@ -62,7 +62,7 @@ def test_torn_files(unbroken, tmp_path, monkeypatch, place):
     whole = unbroken.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     n_bytes, n_whole = {"nothing": (0, 0), "in the first row": (17, 0), "after a row": (ends[2], 3),
-                        "before a row's newline": (ends[3] - 1, 3), "in the last row": (ends[4] + 500, 5)}[place]  # fmt: skip
+                        "before a row's newline": (ends[3] - 1, 3), "in the last row": (ends[4] + 500, 5)}[place]
     path = tmp_path / "out.jsonl"
     path.write_bytes(whole[:n_bytes])
     ran, real = [], niah.run_case
