@@ -63,7 +63,7 @@ import uuid
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -942,6 +942,10 @@ def parse_budget(text: str) -> Callable[[int, int], int | None]:
     return lambda seen, bytes_per_token: int(value)
 
 
+def is_fraction(budget: str) -> bool:
+    return BUDGET.fullmatch(budget)["fraction"] is not None
+
+
 class PageStore:
     """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
 
@@ -1408,7 +1412,7 @@ def main(args: Args) -> int:
     """Read the documents once, answer every question."""
     check_versions()
     check_settings([args.config], args.chunk_size, args.evict_at, args.max_new_tokens)
-    budget = parse_budget(args.kv_budget)
+    parse_budget(args.kv_budget)
     documents = read_documents(args.docs)
     interactive = bool(args.docs) and not args.ask
     if interactive and not sys.stdin.isatty():
@@ -1425,12 +1429,16 @@ def main(args: Args) -> int:
             passages[f"{name} #{i}"] = text
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
     window = model_config.max_position_embeddings
-    bytes_per_token = entry_bytes(model_config, runtime.dtype)
-    n_positions = n_tokens
+    config, bytes_per_token = CONFIGS[args.config], entry_bytes(model_config, runtime.dtype)
+    if config.evict == "segments" and is_fraction(args.kv_budget) and n_tokens <= PASSAGE_TOKENS:
+        print(f"the documents are one passage of {n_tokens} tokens: there is nothing to evict (--kv-budget none)")
+        args = replace(args, kv_budget="none")
+    budget, n_positions = parse_budget(args.kv_budget), n_tokens
     for question in questions or ("?",):
-        asked = ask_prompt(tokenizer, {}, question, CONFIGS[args.config])
+        asked = ask_prompt(tokenizer, {}, question, config)
         fit_window(model_config, runtime.name, len(asked.input_ids) + args.max_new_tokens)
-        check_budget(CONFIGS[args.config], asked, budget(min(len(asked.input_ids) + n_tokens, window), bytes_per_token))
+        n_read = min(len(asked.input_ids) + n_tokens, window)
+        check_budget(config, asked, budget(n_read, bytes_per_token))
         n_positions += len(asked.input_ids) + args.max_new_tokens
     fit_window(model_config, runtime.name, window if interactive else min(n_positions, window))
     store = PageStore(args.page_dir)

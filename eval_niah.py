@@ -959,6 +959,10 @@ def parse_budget(text: str) -> Callable[[int, int], int | None]:
     return lambda seen, bytes_per_token: int(value)
 
 
+def is_fraction(budget: str) -> bool:
+    return BUDGET.fullmatch(budget)["fraction"] is not None
+
+
 class PageStore:
     """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
 

@@ -32,7 +32,7 @@ def passages():
 
 
 @pytest.fixture
-def start(passages, request):
+def start(passages):
     """A function that begins a conversation with the tiny model in fp32."""
     def start(window=32768, n_turns=3, **given):
         config = core.load_config("tiny")
