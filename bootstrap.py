@@ -496,7 +496,7 @@ def pair_cases(rows: list[dict], arm_a: str, arm_b: str) -> tuple[list[tuple[dic
     a, b = ({(row["context_length"], row["case_id"]): row for row in rows if row["arm"] == arm} for arm in (arm_a, arm_b))
     pairs, n_failed = [], 0
     for case in sorted(a.keys() & b.keys()):
-        for field in ("answers", "group_id"):
+        for field in ("answers", "group_id", "depth_percent"):
             if a[case][field] != b[case][field]:
                 here, there = b[case]["where"], a[case]["where"]
                 raise Refused(f"{here}: {field} of {case[1]} differs from {there}: it is not the same case, run both arms alike.")

@@ -95,7 +95,7 @@ QUESTION = "\n\nAnswer this question in a few words, from the passages above: {q
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
                "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
 DEMO_QUESTIONS = ("Which PEP describes access to names in outer scopes?",
-                  "Which exception does a failing assert statement raise?")
+                  "What does the pass statement do?")
 
 
 
