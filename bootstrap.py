@@ -862,11 +862,13 @@ def draw_traces(traces: dict[str, list[dict]], title: str) -> Figure:
         steps = sorted((row for row in rows if row["case_id"] == case), key=lambda row: row["step"])
         look = {"color": ("0.0", "0.55")[place % 2], "markerfacecolor": "white", "markersize": 4}
         axis.plot([row["n_seen"] for row in steps], [row["kv_bytes"] / MIB for row in steps], linewidth=1.4,
-                  linestyle=LINE_STYLES[place % len(LINE_STYLES)], label=f"{name}, {case}", **look)
+                  linestyle=LINE_STYLES[place % len(LINE_STYLES)], label=name if common else f"{name}, {case}", **look)
         for event, marker in (("evict", "v"), ("page_in", "^")):
             moved = [row for row in steps if row["event"] == event]
             axis.plot([row["n_seen"] for row in moved], [row["kv_bytes"] / MIB for row in moved], marker, **look)
     axis.set_ylim(bottom=0)
+    if common:
+        title += f": {min(common)}"
     return finish(figure, [axis], title, "tokens seen (▽ evicted, △ paged in)", "KV cache, MiB")
 
 
