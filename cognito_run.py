@@ -94,9 +94,7 @@ QUESTION = "\n\nAnswer this question in a few words, from the passages above: {q
 
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
                "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
-DEMO_QUESTIONS = ("Which PEP describes access to names in outer scopes?",
-                  "What does the pass statement do?")
-
+DEMO_QUESTION = "Which PEP describes access to names in outer scopes?"
 
 
 @dataclass
@@ -1417,7 +1415,7 @@ def main(args: Args) -> int:
     interactive = bool(args.docs) and not args.ask
     if interactive and not sys.stdin.isatty():
         raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
-    questions = args.ask or (() if interactive else DEMO_QUESTIONS)
+    questions = args.ask or (() if interactive else (DEMO_QUESTION,))
     if not all(question.strip() for question in questions):
         raise Refusal("--ask got an empty question; ask something")
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
