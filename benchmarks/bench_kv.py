@@ -23,7 +23,7 @@
 
 Reads one random prompt over and over: one shot with DynamicCache and SDPA (the stock path), then in chunks with the
 paged cache, then decodes after each. A ratio below 1 is faster than stock. Absolute times are the machine's; the ratios
-are what to compare. Medians over `--repeats` rounds; the first round warms up and is left out.
+are what to compare. Medians over `--repeats` rounds, after a short warm-up of every arm that is left out.
 
     prefill ratio = chunked / one shot          ITL ratio = paged decode / stock decode, at the same length
 
