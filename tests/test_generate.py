@@ -216,6 +216,7 @@ def test_device_and_default_model(monkeypatch, n_gpus, driver, device, want):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_120", "compute_120"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     real = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: driver if str(path) == "/dev/nvidiactl" else real(path))
     if isinstance(want, str):
@@ -226,6 +227,14 @@ def test_device_and_default_model(monkeypatch, n_gpus, driver, device, want):
         assert (got.name, str(got.device), got.quant) == want
         assert core.resolve_runtime("auto", device, "auto", "none").quant == "none"
         assert core.resolve_runtime("qwen", device, "auto", "auto").quant == "none"
+
+
+def test_a_hidden_gpu_is_no_unusable_one(monkeypatch):
+    """Who hides the GPUs wants the CPU: no word of drivers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert core.pick_device("auto").type == "cpu"
 
 
 @pytest.mark.parametrize("capability, taken", [((6, 1), False), ((7, 0), False), ((7, 5), True), ((10, 0), True)])
