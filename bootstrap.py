@@ -247,7 +247,7 @@ def read_records(files: list[Path], tally: Counter) -> list[dict]:
             for field in ONE_PER_FILE:
                 if row[field] != first[field]:
                     raise Refused(f"{where}: {field} is {row[field]!r} but {first[field]!r} above: keep one {field} in a file.")
-            arm = "-".join(part for part in path.stem.split("-") if part != row["haystack"])
+            arm = f"-{path.stem}-".replace(f"-{row['haystack']}-", "-", 1).strip("-")
             quant = None if row["quant"] == "none" else row["quant"]
             hardware = " ".join(filter(None, (row.get("hardware"), row["device"], row["dtype"], quant)))
             rows.append(row | {"arm": arm, "hardware": hardware, "where": where})

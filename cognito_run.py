@@ -86,7 +86,6 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-PASSAGE_TOKENS = 200
 SPARE_TURNS = 4  # questions for which a conversation leaves room in the window
 
 INSTRUCTION = "Here are some passages from documents.\n\n"
@@ -415,6 +414,7 @@ def model_folder(runtime: Runtime) -> str:
 
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
+PASSAGE_TOKENS = 200
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
 
 

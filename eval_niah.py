@@ -87,27 +87,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-PASSAGE_TOKENS = 200
-TOLERANCE = 0.02  # a prompt with its answer fills its length to within 2 %
-
-INSTRUCTION = ("Several registration numbers are scattered through the text below. Keep them in mind, since one of "
-               "them will be asked for at the end.\n\n")
-NEEDLE = "Please note that the registration number of {key} is: {value}."
-QUESTION = "What is the registration number of {key} given in the text above?"
-ANSWER_PREFIX = "The registration number of {key} given in the text above is"
-ADJECTIVES = ("amber", "brisk", "copper", "dusty", "eager", "fabled", "gentle", "hollow", "ivory", "jolly", "keen",
-              "lunar")
-NOUNS = ("anchor", "beacon", "canyon", "dynamo", "ember", "falcon", "glacier", "harbor", "island", "jacket", "kettle",
-         "lantern")
-NOISE = (
-    "The kettle is on the stove.", "A bus stops at the corner.", "The hills are far away.", "Rain falls on the roof.",
-    "The clock ticks in the hall.", "A cat sleeps on the mat.", "The gate is painted green.",
-    "Leaves gather by the door.", "The road bends to the left.", "A lamp hangs over the table.",
-    "The river runs past the mill.", "Bread cools on the shelf.", "The wind turns the vane.",
-    "A boat rests on the sand.", "The path leads to the barn.", "Snow lies on the field.",
-    "The window looks out on the yard.", "A bell rings in the tower.", "The chairs stand in a row.",
-    "Smoke rises from the chimney.",
-)
+TASK = "niah"
 
 
 @dataclass
@@ -140,6 +120,10 @@ class Args:
     """L3's dense retriever: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
     reranker: str = "auto"
     """L3's cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
+    context_order: str = "original"
+    """order of the passages in the prompt: original, bm25 (best first) or edges (the best at both ends)"""
+    context_trim: int | None = None
+    """read only this many passages, the best by BM25"""
     max_new_tokens: int = 24
     """longest answer"""
     seed: int = 0
@@ -434,6 +418,7 @@ def model_folder(runtime: Runtime) -> str:
 
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
+PASSAGE_TOKENS = 200
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
 
 
@@ -1434,6 +1419,17 @@ def token_f1(prediction: str, answers: list[str]) -> float:
     return max(f1(normalize_answer(answer).split(), said) for answer in answers)
 
 
+def final_answer(text: str, thinking: bool = False) -> tuple[str, bool]:
+    """An answer without its <think> block, and whether that block was cut off before its end.
+
+    thinking: the chat template has opened the block in the prompt.
+    """
+    before, opened, _ = text.partition("<think>")
+    if "</think>" in text:
+        return text.rpartition("</think>")[2].strip(), False
+    return ("", True) if thinking else (before.strip(), bool(opened))
+
+
 def first_number(text: str) -> str:
     """The first number of an answer, whole, or without one the answer's first line.
 
@@ -1446,6 +1442,173 @@ def first_number(text: str) -> str:
 # <<< core:metrics
 
 
+# >>> core:evaluate (canonical: eval_niah.py)
+TOLERANCE = 0.02  # a prompt with its answer fills its length to within 2 %
+CONTEXT_ORDERS = ("original", "bm25", "edges")
+NOISE = (
+    "The kettle is on the stove.", "A bus stops at the corner.", "The hills are far away.", "Rain falls on the roof.",
+    "The clock ticks in the hall.", "A cat sleeps on the mat.", "The gate is painted green.",
+    "Leaves gather by the door.", "The road bends to the left.", "A lamp hangs over the table.",
+    "The river runs past the mill.", "Bread cools on the shelf.", "The wind turns the vane.",
+    "A boat rests on the sand.", "The path leads to the barn.", "Snow lies on the field.",
+    "The window looks out on the yard.", "A bell rings in the tower.", "The chairs stand in a row.",
+    "Smoke rises from the chimney.",
+)
+
+
+@dataclass(frozen=True)
+class Rankers:
+    """What ranks the passages of L3, and its name for the records."""
+
+    embedder: object = None
+    reranker: object = None
+    label: str | None = None
+
+
+def check_run(args) -> list[str]:
+    """Refuse what no evaluation can run with, before anything is loaded; the configurations asked for."""
+    names = list(CONFIGS) if args.config == "all" else [args.config]
+    check_versions()
+    check_settings(names, args.chunk_size, args.evict_at, args.max_new_tokens)
+    parse_budget(args.kv_budget)
+    if args.n < 1 or not args.lengths or min(args.lengths) < 1:
+        raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give positive numbers")
+    if args.context_order not in CONTEXT_ORDERS:
+        raise Refusal(f"--context-order {args.context_order} is unknown; expected one of {', '.join(CONTEXT_ORDERS)}")
+    if args.context_trim is not None and args.context_trim < 1:
+        raise Refusal(f"--context-trim {args.context_trim} leaves no passage; expected a positive number")
+    if args.out is not None and len(names) > 1:
+        raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
+    return names
+
+
+def load_rankers(args, names: list[str]) -> Rankers:
+    """Load what ranks passages, if one of the configurations evicts by rank."""
+    if not any(CONFIGS[name].evict == "segments" for name in names):
+        return Rankers()
+    embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
+    reranked = [] if reranker is None else [args.reranker.replace("auto", CROSS_ENCODER)]
+    return Rankers(embedder, reranker, "+".join(["bm25", args.embedder, *reranked]))
+
+
+def run_settings(args, task: str, config_name: str, runtime: Runtime, model_config, rankers: Rankers) -> dict:
+    """What changes an answer, whatever the task; a script adds its own.
+
+    Lengths are left out, so that a file may gain another length. They come in again by the table that longrope uses,
+    which `fit_window` chooses by the longest.
+    """
+    config, rope = CONFIGS[config_name], getattr(model_config, "rope_parameters", None) or {}
+    longrope = {"short_factor": list(rope["short_factor"])} if rope.get("rope_type") == "longrope" else {}
+    arranged = {"context_order": args.context_order, "context_trim": args.context_trim} if is_arranged(args) else {}
+    return {"task": task, "config": config_name, "model": runtime.name, "device": runtime.device.type,
+            "dtype": str(runtime.dtype), "quant": runtime.quant, "seed": args.seed,
+            "max_new_tokens": args.max_new_tokens, "chunk_size": None if config.stock else args.chunk_size,
+            "kv_budget": None if config.evict == "nothing" else args.kv_budget,
+            "evict_at": None if config.evict == "nothing" else args.evict_at,
+            "retriever": rankers.label if config.evict == "segments" else None, **longrope, **arranged}
+
+
+def output_path(args, default, task: str, config_name: str, runtime: Runtime, variant: list[str]) -> Path:
+    """results/<task>/<model>/<config>[-<variant>].jsonl, the variant naming what differs from the defaults."""
+    if args.out is not None:
+        return args.out
+    config, parts = CONFIGS[config_name], [config_name, *variant]
+    parts += [] if args.seed == default.seed else [f"seed{args.seed}"]
+    parts += [] if args.max_new_tokens == default.max_new_tokens else [f"new{args.max_new_tokens}"]
+    parts += [] if args.context_order == default.context_order else [args.context_order]
+    parts += [] if args.context_trim == default.context_trim else [f"trim{args.context_trim}"]
+    parts += [] if config.stock or args.chunk_size == default.chunk_size else [f"chunk{args.chunk_size}"]
+    if config.evict != "nothing":
+        parts += [] if args.kv_budget == default.kv_budget else [f"budget{args.kv_budget}"]
+        parts += [] if args.evict_at == default.evict_at else ["inflight"]
+    return Path("results") / task / model_folder(runtime) / ("-".join(parts) + ".jsonl")
+
+
+def is_arranged(args) -> bool:
+    """Whether the prompt does not give the passages as they stand in the text."""
+    return args.context_order != "original" or args.context_trim is not None
+
+
+def arrange(passages: list[str], question: str, args) -> dict[str, str]:
+    """The passages of a prompt by name, trimmed and ordered as asked: Lost-in-the-Middle's mitigations (Liu et al. 2024).
+
+    BM25 of the question ranks them. `bm25` puts the best first; `edges` the best at both ends and the worst in the
+    middle; trimming keeps the best.
+    """
+    from rank_bm25 import BM25Okapi
+
+    if not is_arranged(args):
+        return {f"passage-{i}": text for i, text in enumerate(passages)}
+    best_first = np.argsort(-BM25Okapi([words(text) for text in passages]).get_scores(words(question)), kind="stable")
+    kept = best_first[: args.context_trim].tolist()
+    order = {"original": sorted(kept), "bm25": kept, "edges": kept[0::2] + kept[1::2][::-1]}[args.context_order]
+    return {f"passage-{i}": passages[i].strip() + "\n\n" for i in order}
+
+
+def kept_share(cache: Cache, model_config, spans: list[tuple[int, int]]) -> float:
+    """Fraction of the entries at these positions that a cache holds, over all layers and KV heads."""
+    if not isinstance(cache, PagedCache):
+        return 1.0
+    held = sum(int(((start <= at) & (at < stop)).sum())
+               for buffer in cache.buffers() for at in [buffer.entries()[2]] for start, stop in spans)
+    return held / (kv_heads(model_config) * sum(stop - start for start, stop in spans))
+
+
+def measure(args, lm: LM, meter: MemoryMeter, config_name: str, prompt: Prompt, passages: dict[str, str], question: str,
+            gold: list[str], rankers: Rankers, trace: Trace | None) -> dict:
+    """Rank, prefill, evict, decode: the measured part of a row.
+
+    gold: names of the passages that hold the answer; `gold_share` is the fraction of their entries that decoding begins
+    with. Adds `answer`, the text without a <think> block, which is no field of a row.
+    """
+    config = CONFIGS[config_name]
+    spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
+    budget = parse_budget(args.kv_budget)(len(prompt.input_ids), entry_bytes(lm.model.config, lm.model.dtype))
+    in_flight = args.evict_at == "chunk"
+    meter.reset()
+    begin = time.perf_counter()
+    scores = None
+    if config.evict == "segments":
+        ranked = rank_passages(list(passages.values()), question, rankers.embedder, rankers.reranker)
+        scores = dict(zip(passages, ranked.tolist()))
+    retrieval_s = time.perf_counter() - begin
+    policy = eviction_policy(config, prompt, budget, scores, trace=trace)
+    cache = new_cache(lm, config, len(prompt.input_ids) + args.max_new_tokens, budget, args.chunk_size, in_flight)
+    gold_share = 0.0
+
+    def before_decode(cache: Cache) -> None:
+        nonlocal gold_share
+        if policy is not None:
+            policy(cache)
+        if all(name in passages for name in gold):  # none was trimmed away
+            gold_share = kept_share(cache, lm.model.config, [spans[name] for name in gold])
+
+    result = generate(lm, cache, prompt.input_ids, args.max_new_tokens, None if config.stock else args.chunk_size,
+                      on_chunk=policy if in_flight else None, before_decode=before_decode, trace=trace)
+    tail = prompt.segments[-1].text
+    answer, truncated = final_answer(result.text, tail.rfind("<think>") > tail.rfind("</think>"))
+    facts = generation_facts(result, lm, meter)
+    return {**facts, "answer": answer, "think_truncated": truncated, "ttft_s": retrieval_s + facts["ttft_s"],
+            "retrieval_s": retrieval_s, "gold_share": gold_share, "evictions": policy.n_evicted if policy else 0}
+
+
+# <<< core:evaluate
+
+
+# >>> core:needle (canonical: eval_niah.py)
+NEEDLE_INSTRUCTION = ("Several registration numbers are scattered through the text below. Keep them in mind, since one of "
+                      "them will be asked for at the end.\n\n")
+NEEDLE = "Please note that the registration number of {key} is: {value}."
+NEEDLE_QUESTION = "What is the registration number of {key} given in the text above?"
+NEEDLE_ANSWER = "The registration number of {key} given in the text above is"
+ADJECTIVES = ("amber", "brisk", "copper", "dusty", "eager", "fabled", "gentle", "hollow", "ivory", "jolly", "keen",
+              "lunar")
+NOUNS = ("anchor", "beacon", "canyon", "dynamo", "ember", "falcon", "glacier", "harbor", "island", "jacket", "kettle",
+         "lantern")
+
+
 @dataclass(frozen=True)
 class Case:
     """One haystack with its needle: text in passages, a question, the gold value."""
@@ -1453,16 +1616,20 @@ class Case:
     case_id: str
     length: int
     depth_percent: float
-    passages: list[str]
-    needle_passage: int
+    passages: dict[str, str]  # by name, in the prompt's order
+    needle_passages: list[str]  # those that hold a part of the needle: one, unless a cut goes through it
     key: str
     value: str
 
+    @property
+    def question(self) -> str:
+        return NEEDLE_QUESTION.format(key=self.key)
+
     def prompt(self, tokenizer, repeat_query: bool) -> Prompt:
-        question = ("\n\n" + QUESTION.format(key=self.key)) * (1 + repeat_query)
-        middle = [Segment(f"passage-{i}", text) for i, text in enumerate(self.passages)]
-        segments = [Segment("instruction", INSTRUCTION, True), *middle, Segment("question", question, True)]
-        return build_prompt(tokenizer, segments, ANSWER_PREFIX.format(key=self.key))
+        question = ("\n\n" + self.question) * (1 + repeat_query)
+        middle = [Segment(name, text) for name, text in self.passages.items()]
+        segments = [Segment("instruction", NEEDLE_INSTRUCTION, True), *middle, Segment("question", question, True)]
+        return build_prompt(tokenizer, segments, NEEDLE_ANSWER.format(key=self.key))
 
 
 def read_haystack(name: str) -> str:
@@ -1482,7 +1649,7 @@ def cut_sentences(text: str) -> list[str]:
     return [sentence for a, b in zip([0, *ends], ends) if (sentence := (text + " ")[a:b]).strip()]
 
 
-def make_case(args: Args, tokenizer, sentences: list[str], length: int, i: int) -> Case:
+def make_case(args, task: str, tokenizer, sentences: list[str], length: int, i: int) -> Case:
     """Fill a prompt to `length` with sentences from a random place on, and hide the needle at depth i of n.
 
     The needle stands between two sentences; the haystack's last one is cut at a word to fill the length. Room is left
@@ -1505,9 +1672,12 @@ def make_case(args: Args, tokenizer, sentences: list[str], length: int, i: int) 
         ends = [0, *(match.end() for match in SENTENCE_END.finditer(body))]
         at = ends[round(depth * (len(ends) - 1))]
         passages = cut_passages((body[:at] + needle + body[at:]).rstrip(), tokenizer, PASSAGE_TOKENS)
-        where = next((j for j, passage in enumerate(passages) if needle.strip() in passage), None)
-        case_id = f"niah-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}"
-        return Case(case_id, length, 100 * depth, passages, where, key, value)
+        starts_at = np.cumsum([0, *map(len, passages)])  # in characters
+        holding = [f"passage-{j}" for j in range(len(passages))
+                   if starts_at[j] < at + len(needle.strip()) and at < starts_at[j + 1]]
+        case_id = f"{task}-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}"
+        arranged = arrange(passages, NEEDLE_QUESTION.format(key=key), args)
+        return Case(case_id, length, 100 * depth, arranged, holding, key, value)
 
     def n_tokens(made: Case, repeat_query: bool) -> int:
         return len(made.prompt(tokenizer, repeat_query).input_ids) + args.max_new_tokens
@@ -1520,88 +1690,56 @@ def make_case(args: Args, tokenizer, sentences: list[str], length: int, i: int) 
     while (excess := n_tokens(made, repeat_query=True) - length) > 0:  # tokens that the needle split in two
         room -= excess
         made = case(room)
-    if n_tokens(made, repeat_query=False) < (1 - TOLERANCE) * length:
+    if args.context_trim is None and n_tokens(made, repeat_query=False) < (1 - TOLERANCE) * length:
         raise Refusal(f"{args.haystack} leaves more than {TOLERANCE:.0%} of {length} tokens empty; choose longer --lengths")
-    if made.needle_passage is None or sum(passage.count(value) for passage in made.passages) != 1:
-        raise Refusal(f"{args.haystack} cuts or repeats the needle {value}; choose another --seed")
+    if value in text:
+        raise Refusal(f"{args.haystack} holds the needle's value {value} already; choose another --seed")
     return made
 
 
-def haystack_name(args: Args) -> str:
+def warn_of_arranging(args, cases: list[Case]) -> None:
+    """Say why reordering or trimming passages is no fair setting for a needle."""
+    if not is_arranged(args):
+        return
+    torn = sum(len(case.needle_passages) > 1 for case in cases)
+    gone = sum(not set(case.needle_passages) <= case.passages.keys() for case in cases)
+    logging.warning("--context-order and --context-trim are no fair setting for a needle: it alone shares the question's "
+                    "words, so BM25 has solved the task before the model reads; and passages cut from a running text lose "
+                    "their neighbours. The needle is torn over several passages in %d and trimmed away in %d of %d cases.",
+                    torn, gone, len(cases))
+
+
+def haystack_name(args) -> str:
     return args.haystack if args.haystack in ("noise", "prose") else Path(args.haystack).stem
 
 
-def settings(args: Args, config_name: str, runtime: Runtime, model_config, retriever: str, haystack: str) -> dict:
-    """Everything that changes an answer; lengths are left out, so that a file may gain another length.
-
-    They come in again by the table that longrope uses, which `fit_window` chooses by the longest.
-    """
-    config, rope = CONFIGS[config_name], getattr(model_config, "rope_parameters", None) or {}
-    longrope = {"short_factor": list(rope["short_factor"])} if rope.get("rope_type") == "longrope" else {}
-    return {"task": "niah", "config": config_name, "model": runtime.name, "device": runtime.device.type,
-            "dtype": str(runtime.dtype), "quant": runtime.quant, "n": args.n, "seed": args.seed,
-            "haystack": digest(haystack), "max_new_tokens": args.max_new_tokens,
-            "chunk_size": None if config.stock else args.chunk_size,
-            "kv_budget": None if config.evict == "nothing" else args.kv_budget,
-            "evict_at": None if config.evict == "nothing" else args.evict_at,
-            "retriever": retriever if config.evict == "segments" else None,
-            "wording": digest(INSTRUCTION + NEEDLE + QUESTION + ANSWER_PREFIX), **longrope}
+def needle_variant(args, default) -> list[str]:
+    """What of the task itself differs from the defaults, for a file's name."""
+    return ([haystack_name(args)] if args.haystack != default.haystack else []) + (
+        [f"n{args.n}"] if args.n != default.n else [])
 
 
-def output_path(args: Args, config_name: str, runtime: Runtime) -> Path:
-    """results/niah/<model>/<config>[-<variant>].jsonl, the variant naming what differs from the defaults."""
-    if args.out is not None:
-        return args.out
-    default, config = Args(), CONFIGS[config_name]
-    variant = [config_name]
-    variant += [] if args.haystack == default.haystack else [haystack_name(args)]
-    variant += [] if args.n == default.n else [f"n{args.n}"]
-    variant += [] if args.seed == default.seed else [f"seed{args.seed}"]
-    variant += [] if args.max_new_tokens == default.max_new_tokens else [f"new{args.max_new_tokens}"]
-    variant += [] if config.stock or args.chunk_size == default.chunk_size else [f"chunk{args.chunk_size}"]
-    if config.evict != "nothing":
-        variant += [] if args.kv_budget == default.kv_budget else [f"budget{args.kv_budget}"]
-        variant += [] if args.evict_at == default.evict_at else ["inflight"]
-    return Path("results") / "niah" / model_folder(runtime) / ("-".join(variant) + ".jsonl")
-
-
-def run_case(args: Args, lm: LM, meter: MemoryMeter, config_name: str, case: Case, embedder, reranker, trace) -> dict:
-    """Rank, prefill, evict, decode, score: the measured part of one row."""
-    config = CONFIGS[config_name]
-    prompt = case.prompt(lm.tokenizer, config.repeat_query)
-    budget = parse_budget(args.kv_budget)(len(prompt.input_ids), entry_bytes(lm.model.config, lm.model.dtype))
-    in_flight = args.evict_at == "chunk"
-    meter.reset()
-    begin = time.perf_counter()
-    scores = None
-    if config.evict == "segments":
-        ranked = rank_passages(case.passages, QUESTION.format(key=case.key), embedder, reranker)
-        scores = {f"passage-{i}": score for i, score in enumerate(ranked.tolist())}
-    retrieval_s = time.perf_counter() - begin
-    policy = eviction_policy(config, prompt, budget, scores, trace=trace)
-    cache = new_cache(lm, config, len(prompt.input_ids) + args.max_new_tokens, budget, args.chunk_size, in_flight)
-    result = generate(lm, cache, prompt.input_ids, args.max_new_tokens, None if config.stock else args.chunk_size,
-                      on_chunk=policy if in_flight else None, before_decode=policy, trace=trace)
-    prediction = first_number(result.text)
-    facts = generation_facts(result, lm, meter)
-    kept = f"passage-{case.needle_passage}" not in policy.out if config.evict == "segments" and policy else None
+def find_needle(args, lm: LM, meter: MemoryMeter, config_name: str, case: Case, rankers: Rankers, trace) -> dict:
+    """Run one case; what it adds to its row."""
+    prompt = case.prompt(lm.tokenizer, CONFIGS[config_name].repeat_query)
+    facts = measure(args, lm, meter, config_name, prompt, case.passages, case.question, case.needle_passages, rankers, trace)
+    prediction = first_number(facts.pop("answer"))
     return {**facts, "prediction": prediction, "em": exact_match(prediction, [case.value]),
-            "f1": token_f1(prediction, [case.value]), "ttft_s": retrieval_s + facts["ttft_s"],
-            "retrieval_s": retrieval_s, "needle_kept": kept, "evictions": policy.n_evicted if policy else 0, "error": None}
+            "f1": token_f1(prediction, [case.value]), "needle_kept": facts["gold_share"] == 1, "error": None}
+
+
+# <<< core:needle
+
+
+def settings(args: Args, config_name: str, runtime: Runtime, model_config, rankers: Rankers, haystack: str) -> dict:
+    """Everything that changes an answer."""
+    return {**run_settings(args, TASK, config_name, runtime, model_config, rankers), "n": args.n,
+            "haystack": digest(haystack), "wording": digest(NEEDLE_INSTRUCTION + NEEDLE + NEEDLE_QUESTION + NEEDLE_ANSWER)}
 
 
 def main(args: Args) -> int:
     """Run every case that its file does not hold yet."""
-    names = list(CONFIGS) if args.config == "all" else [args.config]
-    check_versions()
-    check_settings(names, args.chunk_size, args.evict_at, args.max_new_tokens)
-    parse_budget(args.kv_budget)
-    if args.n < 1 or not args.lengths or min(args.lengths) < 1:
-        raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give positive numbers")
-    if args.out is not None and len(names) > 1:
-        raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
-    if args.trace is not None:
-        check_writable(args.trace, "--trace")
+    names = check_run(args)
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
     model_config = load_config(runtime.name)
@@ -1609,39 +1747,40 @@ def main(args: Args) -> int:
     tokenizer = load_tokenizer(runtime.name)
     haystack = read_haystack(args.haystack)
     sentences = cut_sentences(haystack)
-    cases = [make_case(args, tokenizer, sentences, length, i) for length in dict.fromkeys(args.lengths) for i in range(args.n)]
-    retrieves = any(CONFIGS[name].evict == "segments" for name in names)
-    embedder, reranker = (load_embedder(args.embedder), load_reranker(args.reranker)) if retrieves else (None, None)
-    rankers = ["bm25", args.embedder] + ([args.reranker.replace("auto", CROSS_ENCODER)] if reranker is not None else [])
+    cases = [make_case(args, TASK, tokenizer, sentences, length, i)
+             for length in dict.fromkeys(args.lengths) for i in range(args.n)]
+    warn_of_arranging(args, cases)
+    rankers = load_rankers(args, names)
     files = {}
     for name in names:
         for case in cases:
             prompt = case.prompt(tokenizer, CONFIGS[name].repeat_query)
             bytes_per_token = entry_bytes(model_config, runtime.dtype)
             check_budget(CONFIGS[name], prompt, parse_budget(args.kv_budget)(len(prompt.input_ids), bytes_per_token))
-        facts = settings(args, name, runtime, model_config, "+".join(rankers), haystack)
-        files[name] = RecordFile(output_path(args, name, runtime), facts, args.fresh)
+        facts = settings(args, name, runtime, model_config, rankers, haystack)
+        files[name] = RecordFile(output_path(args, Args(), TASK, name, runtime, needle_variant(args, Args())), facts, args.fresh)
 
     todo = [(name, case) for name in names for case in cases if not files[name].is_done(case.case_id)]
     lm = load_model(runtime, model_config, tokenizer) if todo else None
     facts, meter = run_facts(runtime), MemoryMeter(runtime.device)
     if todo:
         warm_up(lm)
-    for name, case in tqdm(todo, desc="niah", unit="case", disable=not todo):
+    for name, case in tqdm(todo, desc=TASK, unit="case", disable=not todo):
         row = dict.fromkeys(FIELDS) | facts | {
-            "task": "niah", "config": name, "case_id": case.case_id, "group_id": case.case_id, "seed": args.seed,
+            "task": TASK, "config": name, "case_id": case.case_id, "group_id": case.case_id, "seed": args.seed,
             "haystack": haystack_name(args), "context_length": case.length, "depth_percent": case.depth_percent,
-            "answers": [case.value], "question_aware": CONFIGS[name].evict == "segments",
-            "retriever": "+".join(rankers) if CONFIGS[name].evict == "segments" else None,
+            "answers": [case.value], "needle_fragments": len(case.needle_passages),
+            "question_aware": CONFIGS[name].evict == "segments" or is_arranged(args),
+            "retriever": rankers.label if CONFIGS[name].evict == "segments" else None,
             "created": datetime.now(UTC).isoformat(timespec="seconds")}
         try:
             with tracing(args.trace, case_id=case.case_id, config=name) as trace:
-                row |= run_case(args, lm, meter, name, case, embedder, reranker, trace)
+                row |= find_needle(args, lm, meter, name, case, rankers, trace)
         except Exception as error:  # a failed case is a row, and the run goes on
             logging.error("%s %s failed\n%s", name, case.case_id, traceback.format_exc())
             row["error"] = error_text(error)
         files[name].write(row)
-    return report("niah", files, {case.case_id for case in cases})
+    return report(TASK, files, {case.case_id for case in cases})
 
 
 if __name__ == "__main__":

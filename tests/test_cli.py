@@ -225,7 +225,7 @@ def one_row(tmp_path_factory):
 
 def test_failed_cases_are_rows_and_are_retried(monkeypatch, capsys):
     """One case fails, one runs out of memory: exit code 1, and the next run does just those two, in their places."""
-    real, ran = niah.run_case, []
+    real, ran = niah.find_needle, []
 
     def run_case(*args):
         ran.append(args[4].case_id)
@@ -233,7 +233,7 @@ def test_failed_cases_are_rows_and_are_retried(monkeypatch, capsys):
             raise failing[len(ran)]
         return real(*args)
 
-    monkeypatch.setattr(niah, "run_case", run_case)
+    monkeypatch.setattr(niah, "find_needle", run_case)
     failing = {1: RuntimeError("the disk\nis on fire"), 3: MemoryError()}
     given = dict(config="L2", n=4, out=Path("out.jsonl"))
     assert evaluate(**given) == 1

@@ -269,7 +269,7 @@ def test_smollm2_finds_a_needle_in_what_is_left(smollm2, monkeypatch):
     """L3 evicts half of a real prompt, keeps the needle's passage, and the answer is right."""
     monkeypatch.setattr(niah, "TOLERANCE", 0.05)  # so short a prompt has room for L5's second question
     args = niah.Args(n=3, kv_budget="0.5", reranker="none")
-    case = niah.make_case(args, smollm2.tokenizer, niah.cut_sentences(niah.read_haystack("noise")), 700, 1)
-    row = niah.run_case(args, smollm2, niah.MemoryMeter(smollm2.device), "L3", case, niah.load_embedder("minilm"), None, None)
+    case = niah.make_case(args, niah.TASK, smollm2.tokenizer, niah.cut_sentences(niah.read_haystack("noise")), 700, 1)
+    row = niah.find_needle(args, smollm2, niah.MemoryMeter(smollm2.device), "L3", case, niah.Rankers(niah.load_embedder("minilm")), None)
     assert row["em"] == 1 and row["prediction"] == case.value and row["needle_kept"]
     assert row["compression_ratio"] >= 0.5 and row["evictions"] >= 2

@@ -65,8 +65,8 @@ def test_torn_files(unbroken, tmp_path, monkeypatch, place):
                         "before a row's newline": (ends[3] - 1, 3), "in the last row": (ends[4] + 500, 5)}[place]
     path = tmp_path / "out.jsonl"
     path.write_bytes(whole[:n_bytes])
-    ran, real = [], niah.run_case
-    monkeypatch.setattr(niah, "run_case", lambda *args: ran.append(args[4].case_id) or real(*args))
+    ran, real = [], niah.find_needle
+    monkeypatch.setattr(niah, "find_needle", lambda *args: ran.append(args[4].case_id) or real(*args))
     assert niah.main(niah.Args(**ARGS, n=6, out=path)) == 0
     assert facts(path) == facts(unbroken)
     assert ran == [row[0] for row in facts(unbroken)[n_whole:]]
