@@ -48,6 +48,7 @@ This file is the canonical home of most `core:` blocks; edit them here, then run
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -71,6 +72,7 @@ import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import (
@@ -105,7 +107,7 @@ class Args:
     ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
     """a question; repeat the flag for more; none: a prompt loop on a terminal"""
     config: str = "L3"
-    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key-norm eviction, L5 query repetition"""
+    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key-norm eviction, L5 query repetition, L6 KVzap, L7 L3 and L6"""
     model: str = "auto"
     """auto, smollm2, mistral, tiny, a Hub id, a folder or a .gguf file"""
     device: str = "auto"
@@ -120,6 +122,14 @@ class Args:
     """what L3 and L4 keep: a fraction (0.4), entries (4096), bytes (512MiB) or none"""
     evict_at: str = "pre-decode"
     """when L3 and L4 evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    threshold: float | None = None
+    """L6 and L7 drop entries that score below; none: the surrogates' own"""
+    window: int = 128
+    """recent tokens that L6 and L7 leave alone"""
+    prune_at: str = "chunk"
+    """when they prune: chunk (in flight) or prefill (after it, as in the paper)"""
+    kvzap: str | None = None
+    """surrogates: a folder or a Hub id; none: the shipped ones (smollm2), or NVIDIA's for the models that have them"""
     embedder: str = "minilm"
     """dense retriever: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
     reranker: str = "auto"
@@ -511,32 +521,41 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 
 # >>> core:cache (canonical: cognito_run.py)
+Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
+Observer = Callable[["PagedLayer", torch.Tensor, float, int | None, float | None], None]
+PAGED = ("keys", "values", "positions", "scores")
+Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
+
+
 class KVBuffer:
     """Keys, values and absolute positions of h KV heads that hold equally many entries, ordered by position.
 
-    keys, values: (h, capacity, D); positions: (h, capacity) int32; the first `length` columns are in use. Growth is
-    amortised (a sixteenth, no `torch.cat` per token); `keep` moves what stays to new storage and frees the rest.
+    keys, values: (h, capacity, D); positions: (h, capacity) int32; scores: (h, capacity) fp32 where a pruner is to judge
+    the entries, else None. The first `length` columns are in use. Growth is amortised (no `torch.cat` per token); what
+    leaves is moved over or left behind, so that its storage is freed.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int):
-        h = keys.shape[0]
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int, scored: bool = False):
+        h, device = keys.shape[0], keys.device
         self.length = 0
         self.keys = keys.new_empty(h, capacity, keys.shape[-1])
         self.values = values.new_empty(h, capacity, values.shape[-1])
-        self.positions = torch.empty(h, capacity, dtype=torch.int32, device=keys.device)
+        self.positions = torch.empty(h, capacity, dtype=torch.int32, device=device)
+        self.scores = torch.empty(h, capacity, device=device) if scored else None
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.keys, self.values, self.positions
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        held = (self.keys, self.values, self.positions)
+        return held if self.scores is None else (*held, self.scores)
 
     def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of what is in use: keys (h, S, D), values (h, S, D), positions (h, S)."""
-        return tuple(t[:, : self.length] for t in self.tensors())
+        return tuple(t[:, : self.length] for t in (self.keys, self.values, self.positions))
 
     def append(self, *new: torch.Tensor) -> None:
-        """Add T entries at the end; keys and values (h, T, D), positions (h, T)."""
+        """Add T entries at the end; keys and values (h, T, D), positions and scores (h, T)."""
         stop = self.length + new[0].shape[1]
         if stop > self.keys.shape[1]:
-            self._store(self.entries(), max(stop, self.length + max(self.length // 16, 64)))
+            self._store(self.tensors(), max(stop, self.length + max(self.length // 32, 32)))
         for tensor, added in zip(self.tensors(), new):
             tensor[:, self.length : stop] = added
         self.length = stop
@@ -545,9 +564,25 @@ class KVBuffer:
         """Keep the columns `index` (h, n), ascending in each row, and free the storage of all others."""
         h, capacity = self.positions.shape
         rows = (index + capacity * torch.arange(h, device=index.device)[:, None]).flatten()
-        kept = [t.flatten(0, 1).index_select(0, rows).unflatten(0, index.shape) for t in self.tensors()]
         self.length = index.shape[1]
-        self.keys, self.values, self.positions = kept
+        self._hold([t.flatten(0, 1).index_select(0, rows).unflatten(0, index.shape) for t in self.tensors()])
+
+    @torch.inference_mode()
+    def drop(self, gone: torch.Tensor) -> None:
+        """Drop those of the last m columns that are set in `gone` (bool, (m,)), in place; for a buffer of one head.
+
+        What comes in next takes their room; `compact` frees it.
+        """
+        first = self.length - len(gone)
+        stay = first + (~gone).nonzero()[:, 0]
+        self.length = first + len(stay)
+        for tensor in self.tensors():
+            tensor[:, first : self.length] = tensor[:, stay]
+
+    def compact(self) -> None:
+        """Free the room of what was dropped."""
+        if self.keys.shape[1] > self.length:
+            self._store(self.tensors(), self.length)
 
     def evict(self, gone: torch.Tensor) -> None:
         """Drop every entry whose position is set in `gone` (bool, (seen,)); all heads must lose equally many."""
@@ -563,19 +598,22 @@ class KVBuffer:
 
     def insert(self, page: list[torch.Tensor]) -> None:
         """Put a page back, in order of position."""
-        merged = [torch.cat([t, p.to(t.device)], dim=1) for t, p in zip(self.entries(), page)]
-        self._store(merged, merged[0].shape[1])
+        self._hold([torch.cat([t[:, : self.length], p.to(t.device)], dim=1) for t, p in zip(self.tensors(), page)])
+        self.length = self.keys.shape[1]
         self.keep(self.positions.argsort(dim=1, stable=True))
 
-    def _store(self, entries, capacity: int) -> None:
-        """Move entries to new storage of `capacity` columns."""
-        self.length = entries[0].shape[1]
+    def _store(self, tensors, capacity: int) -> None:
+        """Move what is in use to new storage of `capacity` columns."""
         moved = []
-        for entry in entries:
-            storage = entry.new_empty(entry.shape[0], capacity, *entry.shape[2:])
-            storage[:, : self.length] = entry
+        for tensor in tensors:
+            storage = tensor.new_empty(tensor.shape[0], capacity, *tensor.shape[2:])
+            storage[:, : self.length] = tensor[:, : self.length]
             moved.append(storage)
-        self.keys, self.values, self.positions = moved
+        self._hold(moved)
+
+    def _hold(self, tensors) -> None:
+        self.keys, self.values, self.positions, *scores = tensors
+        self.scores = scores[0] if scores else None
 
 
 class PagedLayer(CacheLayerMixin):
@@ -583,15 +621,17 @@ class PagedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, ragged: bool, capacity: int):
+    def __init__(self, ragged: bool, capacity: int, scorer: Scorer | None = None):
         super().__init__()
-        self.ragged, self.capacity = ragged, capacity
+        self.ragged, self.capacity, self.scorer = ragged, capacity, scorer
         self.buffers: list[KVBuffer] = []
         self.seen = 0  # tokens ever read, evicted ones included: the position of the next token
+        self.hidden: torch.Tensor | None = None  # (T, D), input of this layer's attention, where a scorer wants it
+        self.observe: Observer | None = None  # is shown each chunk's attention
 
     def lazy_initialization(self, key_states, value_states) -> None:
         rows = 1 if self.ragged else key_states.shape[1]
-        self.buffers = [KVBuffer(k, v, self.capacity) for k, v in
+        self.buffers = [KVBuffer(k, v, self.capacity, self.scorer is not None) for k, v in
                         zip(key_states[0].split(rows), value_states[0].split(rows))]
         self.is_initialized = True
 
@@ -603,8 +643,9 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         n_new, rows = key_states.shape[2], self.buffers[0].keys.shape[0]
         positions = torch.arange(self.seen, self.seen + n_new, dtype=torch.int32, device=key_states.device)
-        for buffer, k, v in zip(self.buffers, key_states[0].split(rows), value_states[0].split(rows)):
-            buffer.append(k, v, positions)
+        scores = [] if self.scorer is None else [self.scorer(self.hidden, key_states[0], positions).split(rows)]
+        for buffer, *new in zip(self.buffers, key_states[0].split(rows), value_states[0].split(rows), *scores):
+            buffer.append(*new[:2], positions, *new[2:])
         self.seen += n_new
         return key_states, value_states
 
@@ -612,6 +653,8 @@ class PagedLayer(CacheLayerMixin):
         """Attention of the chunk just appended, query (1, H, T, D) -> (1, T, H, D)."""
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
+        if self.observe is not None:
+            self.observe(self, groups, scaling, window, softcap)
         out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                          for buffer, q in zip(self.buffers, groups.split(rows))])
         if window is not None:
@@ -640,12 +683,14 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """A KV cache whose entries can be evicted, paged out to the host and paged back in, anywhere and at any time.
 
-    `capacity` is the number of entries to allocate at once. Run the model with attention "cognito" and
-    `cache=cache, kv_cache=cache`: the second reaches the attention function through the forward's keyword arguments.
+    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read.
+    Run the model with attention "cognito" and `cache=cache, kv_cache=cache`: the second reaches the attention function
+    through the forward's keyword arguments.
     """
 
-    def __init__(self, model_config, ragged: bool = False, capacity: int = 0):
-        super().__init__(layers=[PagedLayer(ragged, capacity) for _ in range(model_config.num_hidden_layers)])
+    def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None):
+        scorers = scorers or [None] * model_config.num_hidden_layers
+        super().__init__(layers=[PagedLayer(ragged, capacity, scorer) for scorer in scorers])
 
     def buffers(self) -> Iterator[KVBuffer]:
         return (buffer for layer in self.layers for buffer in layer.buffers)
@@ -661,18 +706,30 @@ class PagedCache(Cache):
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
         return {f"{i}.{name}": tensor for i, buffer in enumerate(self.buffers())
-                for name, tensor in zip(("keys", "values", "positions"), buffer.page(start, stop))}
+                for name, tensor in zip(PAGED, buffer.page(start, stop))}
 
     def page_in(self, page: dict[str, torch.Tensor]) -> None:
         """Put a page's entries back where they were; the cache is then bit for bit as if they had never left."""
         for i, buffer in enumerate(self.buffers()):
-            buffer.insert([page[f"{i}.{name}"] for name in ("keys", "values", "positions")])
+            buffer.insert([page[f"{i}.{name}"] for name in PAGED if f"{i}.{name}" in page])
+
+    def compact(self) -> None:
+        """Free what pruning has left unused."""
+        for buffer in self.buffers():
+            buffer.compact()
+
+    def rewind(self, n: int) -> None:
+        """Forget the tokens at positions n and after, as if they had never been read."""
+        for layer in self.layers:
+            layer.seen = n
+            for buffer in layer.buffers:
+                buffer.length = int((buffer.entries()[2][0] < n).sum())
 
 
 def kv_bytes(cache: Cache) -> int:
     """Bytes of the storages that a cache keeps alive, slack included."""
     held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
-    tensors = [t for item in held for t in (item.keys, item.values, getattr(item, "positions", None)) if t is not None]
+    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -711,8 +768,11 @@ def chunk_attention(q, keys, values, positions, seen: int, scaling: float, windo
     own_out, own_lse = attention_with_lse(q, *own, scaling, causal=True)  # (h, G, T, D), (h, G, T)
     if past == 0:
         return own_out
-    rows = q.reshape(1, h, G * T, D)
-    past_out, past_lse = attention_with_lse(rows, keys[None, :, :past], values[None, :, :past], scaling)
+    if h > 1:
+        rows, earlier = q.reshape(1, h, G * T, D), (t[None, :, :past] for t in (keys, values))
+    else:  # a head alone: its query heads side by side, so that the work can be shared out
+        rows, earlier = q, (t[:, None, :past].expand(1, G, past, -1) for t in (keys, values))
+    past_out, past_lse = attention_with_lse(rows, *earlier, scaling)
     weight = torch.sigmoid(past_lse.view(h, G, T) - own_lse)[..., None]  # share of the past in the joint softmax
     return torch.lerp(own_out.float(), past_out.view(own_out.shape).float(), weight.float()).to(q.dtype)
 
@@ -803,6 +863,175 @@ class KeyNormEvictor:
         for buffer in too_long:
             buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
         self.n_evicted += bool(too_long)
+
+
+KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
+    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
+    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
+}
+SCORERS = ("kvzap-mlp", "kvzap-linear", "kvzip+", "kvzip", "key-norm", "streaming", "random")
+N_SINK = 4
+FAINTEST = 1e-30  # KVzip+ scores are clamped here before their logarithm: an entry that nobody looks at has none
+
+
+class KVzap(torch.nn.Module):
+    """Per layer, a small map from the attention's input to the log KVzip+ score of each KV head: (T, D) -> (T, Hkv).
+
+    A linear map, or where `hidden_dim` is given an MLP with one GELU layer. The parameters' names are those of kvpress's
+    checkpoints, so that either loads the other's. Source: KVzap, arXiv:2601.07891.
+    """
+
+    def __init__(self, input_dim: int, output_dim: int, n_modules: int, hidden_dim: int | None = None):
+        super().__init__()
+        if hidden_dim is None:
+            layers = [torch.nn.Linear(input_dim, output_dim) for _ in range(n_modules)]
+        else:
+            layers = [torch.nn.Sequential(torch.nn.Linear(input_dim, hidden_dim), torch.nn.GELU(),
+                                          torch.nn.Linear(hidden_dim, output_dim)) for _ in range(n_modules)]
+        self.layers = torch.nn.ModuleList(layers)
+        self.training_facts: dict = {}  # training.json, where the checkpoint has one
+
+
+def find_surrogates(model_folder: str, model_name: str, scorer: str, source: str | None) -> Path:
+    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
+    kind = scorer.removeprefix("kvzap-")
+    if source is None and model_name in KVZAP_HUB:
+        source = KVZAP_HUB[model_name].format(kind)
+    shipped = Path(__file__).with_name("results") / "kvzap" / model_folder / kind
+    folder = shipped if source is None else Path(source)
+    if source is not None and not folder.exists() and source.count("/") == 1:
+        files = ["config.json", "model.safetensors", "training.json"]
+        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
+    if not (folder / "config.json").is_file():
+        raise Refusal(f"there are no {scorer} surrogates for {model_name} at {folder}; train them with train_kvzap.py, "
+                      "or pass --kvzap with a folder or a Hub id")
+    return folder
+
+
+def load_surrogates(folder: Path, model_config) -> KVzap:
+    """Load a KVzap checkpoint in fp32; one whose shape is not that of the model is refused, before any weights load."""
+    try:
+        facts = json.loads((folder / "config.json").read_text())
+        shape = {key: facts[key] for key in ("input_dim", "output_dim", "n_modules", "hidden_dim")}
+        want = {"input_dim": model_config.hidden_size, "n_modules": model_config.num_hidden_layers,
+                "output_dim": model_config.num_key_value_heads or model_config.num_attention_heads}
+        if any(shape[key] != value for key, value in want.items()):
+            raise Refusal(f"the surrogates in {folder} have {shape}, but the model needs {want}; "
+                          "pass the --kvzap of this model, or train it with train_kvzap.py")
+        surrogates = KVzap(**shape)
+        surrogates.load_state_dict(load_file(folder / "model.safetensors"))
+        extra = folder / "training.json"
+        surrogates.training_facts = json.loads(extra.read_text()) if extra.exists() else {}
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise Refusal(f"{folder} holds no KVzap checkpoint that can be read ({type(error).__name__}: "
+                      f"{str(error).partition(chr(10))[0]}); train it again, or pass another --kvzap") from None
+    return surrogates.float().eval()
+
+
+def model_fingerprint(model) -> list[float]:
+    """A few input embeddings, by which surrogates know the model that they were trained for, whatever its precision."""
+    weight = model.get_input_embeddings().weight
+    rows = torch.linspace(0, weight.shape[0] - 1, 8).long().to(weight.device)
+    return weight[rows, :4].float().flatten().tolist()
+
+
+def make_scorers(name: str, model_config, surrogates: KVzap | None, seed: int = 0) -> list[Scorer]:
+    """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
+
+    kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
+    """
+    def scorer(layer: int) -> Scorer:
+        generator = torch.Generator().manual_seed(seed * 1000 + layer)
+
+        def kvzap(hidden, keys, positions):
+            module = surrogates.layers[layer].to(hidden.device)
+            return module(hidden.float()).T
+
+        def key_norm(hidden, keys, positions):
+            return key_norm_scores(keys)
+
+        def streaming(hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453): sinks and the recent
+            return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
+
+        def random(hidden, keys, positions):
+            return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
+
+        def unknown(hidden, keys, positions):
+            return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
+
+        return {"kvzap-mlp": kvzap, "kvzap-linear": kvzap, "key-norm": key_norm, "streaming": streaming,
+                "random": random, "kvzip": unknown, "kvzip+": unknown}[name]
+
+    return [scorer(layer) for layer in range(model_config.num_hidden_layers)]
+
+
+class Pruner:
+    """Drops entries of each KV head by their scores, and frees them; the last `window` tokens stay. Call it with the cache.
+
+    By `threshold` an entry goes once, when it leaves the window, if it scores below. By `keep` each head keeps its best
+    share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
+    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
+    """
+
+    def __init__(self, window: int, threshold: float | None = None, keep: float | None = None, pooled: bool = False):
+        self.window, self.threshold, self.keep, self.pooled = window, threshold, keep, pooled
+        self.judged = 0  # tokens, from the first, on which the threshold has been passed
+        self.n_evicted = 0  # entries of single heads
+
+    def __call__(self, cache: PagedCache) -> None:
+        edge = cache.get_seq_length() - self.window
+        if self.threshold is not None:
+            self._drop_below(cache, self.threshold, edge)
+        elif edge > 0:
+            self._keep_best(cache, edge)
+
+    def _drop_below(self, cache: PagedCache, threshold: float, edge: int) -> None:
+        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
+        for buffer in cache.buffers():
+            n_unjudged = min(buffer.length, cache.get_seq_length() - self.judged)
+            at, scores = (t[0, buffer.length - n_unjudged : buffer.length] for t in (buffer.positions, buffer.scores))
+            gone = (at >= self.judged) & (at < edge) & (scores < threshold)
+            n_gone = int(gone.sum())
+            if n_gone:
+                buffer.drop(gone)
+                self.n_evicted += n_gone
+        self.judged = max(self.judged, edge)
+
+    def _keep_best(self, cache: PagedCache, edge: int) -> None:
+        budget = round(self.keep * cache.get_seq_length())
+        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
+                  for buffer in cache.buffers()]
+        counts = [min(budget, len(s)) for s in scores]
+        if self.pooled:  # the best of all heads together
+            pool = torch.cat([s.cpu() for s in scores])
+            best = pool.topk(min(budget * len(scores), len(pool))).indices
+            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
+            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
+        for buffer, s, n in zip(cache.buffers(), scores, counts):
+            self.n_evicted += buffer.length - n
+            if n < buffer.length:
+                buffer.keep(s.topk(n).indices.sort().values[None])
+
+
+def attention_modules(model) -> list[torch.nn.Module]:
+    """The attention of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+@contextlib.contextmanager
+def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
+    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
+    def take(module, args, kwargs):
+        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
+
+    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in cache.layers:
+            layer.hidden = None
 
 
 # <<< core:scorers
@@ -916,7 +1145,6 @@ def load_reranker(name: str):
 
 
 # >>> core:pager (canonical: cognito_run.py)
-Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
 
 
@@ -1084,9 +1312,12 @@ def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
     """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
     start = cache.get_seq_length()
     positions = torch.arange(start, start + len(input_ids), device=lm.device)
-    extra = {"kv_cache": cache} if isinstance(cache, PagedCache) else {}
-    out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache, use_cache=True,
-                   logits_to_keep=1, **extra)
+    paged = isinstance(cache, PagedCache)
+    extra = {"kv_cache": cache} if paged else {}
+    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
+    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
+        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
+                       use_cache=True, logits_to_keep=1, **extra)
     return out.logits[0, -1]
 
 
@@ -1100,10 +1331,12 @@ def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | Non
 
 def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
              on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_text: Callable[[str], None] | None = None, trace: Trace | None = None) -> Generation:
+             on_token: Callable[[Cache], None] | None = None, on_text: Callable[[str], None] | None = None,
+             trace: Trace | None = None) -> Generation:
     """Prefill, evict, decode greedily; mutates `cache`.
 
-    on_chunk and before_decode evict from the cache; on_text gets the answer piece by piece as it comes.
+    on_chunk, before_decode and on_token (after each token read in decoding) evict from the cache; on_text gets the
+    answer piece by piece as it comes.
     """
     result = Generation(n_prompt_tokens=len(input_ids))
 
@@ -1144,6 +1377,8 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
             result.finish_reason = "length"
             break
         logits = forward(lm, cache, torch.tensor([token]))
+        if on_token is not None:
+            on_token(cache)
         measure("decode")
     if on_text is not None:
         on_text(result.text[n_told:])
@@ -1179,6 +1414,7 @@ class Config:
     stock: bool = False  # one shot, DynamicCache and SDPA as Hugging Face ships them
     evict: str = "nothing"  # "segments" (by retrieval) or "key-norm"
     repeat_query: bool = False
+    prune: bool = False  # per head, by score
 
 
 CONFIGS = {
@@ -1187,7 +1423,81 @@ CONFIGS = {
     "L3": Config("Cognito", evict="segments"),
     "L4": Config("H2O (key-norm proxy)", evict="key-norm"),
     "L5": Config("QRepeat", repeat_query=True),
+    "L6": Config("KVzap", prune=True),
+    "L7": Config("Cognito+KVzap", evict="segments", prune=True),
 }
+THESIS = ("L1", "L2", "L3", "L4", "L5")  # what --config all runs
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How L6 and L7 prune: what scores an entry, and what then stays."""
+
+    scorer: str
+    surrogates: KVzap | None
+    window: int
+    threshold: float | None
+    keep: float | None
+    pooled: bool
+    at: str  # "chunk" (in flight) or "prefill"
+
+    def pruner(self) -> Pruner:
+        return Pruner(self.window, self.threshold, self.keep, self.pooled)
+
+    @property
+    def digest(self) -> str | None:
+        """Of the surrogates' parameters."""
+        if self.surrogates is None:
+            return None
+        parameters = (p.detach().cpu().numpy().tobytes() for p in self.surrogates.parameters())
+        return hashlib.sha256(b"".join(parameters)).hexdigest()[:16]
+
+    def facts(self) -> dict:
+        """What changes an answer, for the records."""
+        return {"scorer": self.scorer, "threshold": self.threshold, "keep": self.keep, "pooled": self.pooled,
+                "window": self.window, "prune_at": self.at}
+
+
+def check_fingerprint(pruning: Pruning | None, model) -> None:
+    """Refuse surrogates that were trained for another model of the same shape."""
+    trained = pruning.surrogates.training_facts if pruning is not None and pruning.surrogates is not None else {}
+    known = trained.get("model_fingerprint")
+    if known is not None and not np.allclose(known, model_fingerprint(model), rtol=0.02, atol=0.002):
+        raise Refusal(f"the surrogates were trained for another model ({trained['model']}); "
+                      "pass the --kvzap of this one, or train it with train_kvzap.py")
+
+
+def read_pruning(names: list[str], runtime: Runtime, model_config, window: int, threshold: float | None, at: str,
+                 source: str | None, scorer: str = "kvzap-mlp", keep: float | None = None,
+                 pooled: bool = False) -> Pruning | None:
+    """Check how L6 and L7 are to prune, and load the surrogates; None where no configuration prunes."""
+    if not any(CONFIGS[name].prune for name in names):
+        return None
+    if scorer not in SCORERS:
+        raise Refusal(f"--scorer {scorer} is unknown; expected one of {', '.join(SCORERS)}")
+    if at not in ("chunk", "prefill"):
+        raise Refusal(f"--prune-at {at} is unknown; expected chunk or prefill")
+    if window < 1:
+        raise Refusal(f"--window {window} keeps no token; expected a positive number")
+    if scorer.startswith("kvzip") and at == "chunk":
+        raise Refusal(f"--scorer {scorer} reads the whole prompt twice; pass --prune-at prefill")
+    if scorer.startswith("kvzip") and getattr(model_config, "sliding_window", None):
+        raise Refusal(f"--scorer {scorer} reads the prompt twice, but {runtime.name} forgets what leaves its sliding window; "
+                      "choose another scorer")
+    if keep is not None and not 0 < keep <= 1:
+        raise Refusal(f"--keep {keep} is no share; expected a fraction above 0 up to 1.0")
+    if keep is not None and threshold is not None:
+        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
+    if keep is None and pooled:
+        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
+    surrogates = None
+    if scorer.startswith("kvzap"):
+        surrogates = load_surrogates(find_surrogates(model_folder(runtime), runtime.name, scorer, source), model_config)
+        if keep is None and threshold is None:
+            threshold = surrogates.training_facts.get("threshold")
+    if keep is None and threshold is None:
+        raise Refusal(f"there is no default threshold for {scorer} here; pass --threshold or --keep")
+    return Pruning(scorer, surrogates, window, threshold, keep, pooled, at)
 
 
 def check_settings(names: list[str], chunk_size: int, evict_at: str, max_new_tokens: int) -> None:
@@ -1203,11 +1513,16 @@ def check_settings(names: list[str], chunk_size: int, evict_at: str, max_new_tok
         raise Refusal(f"--max-new-tokens {max_new_tokens} leaves no room for an answer; expected a positive number")
 
 
-def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_size: int, in_flight: bool) -> Cache:
+def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_size: int, in_flight: bool,
+              pruning: Pruning | None = None) -> Cache:
     """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
     use_attention(lm.model, stock=config.stock)
     if config.stock:
         return DynamicCache(config=lm.model.config)
+    if config.prune:
+        scorers = make_scorers(pruning.scorer, lm.model.config, pruning.surrogates)
+        capacity = 0 if pruning.at == "chunk" else n_tokens  # in flight, what will be kept is not known
+        return PagedCache(lm.model.config, ragged=True, capacity=capacity, scorers=scorers)
     if in_flight and budget is not None:
         n_tokens = min(n_tokens, budget + chunk_size)
     return PagedCache(lm.model.config, capacity=n_tokens)
@@ -1239,7 +1554,7 @@ def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
 
 def warm_up(lm: LM) -> None:
     """Read and decode a few tokens under both attentions, so that no measured case pays for first calls."""
-    for config in CONFIGS.values():
+    for config in (CONFIGS["L1"], CONFIGS["L2"]):
         cache = new_cache(lm, config, 80, None, 32, False)
         generate(lm, cache, torch.full((64,), 5), 4, chunk_size=None if config.stock else 32)
 
@@ -1255,13 +1570,14 @@ class Conversation:
     """
 
     def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever,
-                 store: PageStore, n_turns: int):
+                 store: PageStore, n_turns: int, pruning: Pruning | None = None):
         self.args, self.lm, self.passages, self.retriever, self.store = args, lm, passages, retriever, store
-        self.n_turns = n_turns
+        self.n_turns, self.pruning = n_turns, pruning
         self.config = CONFIGS[args.config]
         self.chunk_size = None if self.config.stock else args.chunk_size
         self.cache: Cache | None = None
         self.policy = None
+        self.pruner: Pruner | None = None
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
         self.unread: list[int] = []  # an answer's last token is never read; the next turn begins with it
 
@@ -1278,12 +1594,21 @@ class Conversation:
         def on_chunk(cache: Cache) -> None:
             if self.policy is not None and self.args.evict_at == "chunk":
                 self.policy(cache)
+            if self.pruner is not None and self.pruning.at == "chunk":
+                self.pruner(cache)
             bar.update(self.chunk_size or len(input_ids))
             if bar.n >= len(input_ids):
                 bar.close()
 
+        def before_decode(cache: Cache) -> None:
+            if self.policy is not None:
+                self.policy(cache)
+            if self.pruner is not None:
+                self.pruner(cache)
+                cache.compact()
+
         result = generate(self.lm, self.cache, input_ids, self.args.max_new_tokens, self.chunk_size, on_chunk,
-                          before_decode=self.policy, on_text=on_text, trace=trace)
+                          before_decode, on_token=self.pruner, on_text=on_text, trace=trace)
         self.unread = result.token_ids[-1:] if result.finish_reason == "length" else []
         pager = self.policy if isinstance(self.policy, RAGAwarePager) else None
         n_seen = self.cache.get_seq_length()
@@ -1323,7 +1648,8 @@ class Conversation:
         budget = self._budget(n_tokens)
         check_budget(self.config, prompt, budget)
         self.cache = new_cache(self.lm, self.config, n_tokens + self.args.max_new_tokens, budget, self.args.chunk_size,
-                               self.args.evict_at == "chunk")
+                               self.args.evict_at == "chunk", self.pruning)
+        self.pruner = self.pruning.pruner() if self.config.prune else None
         ranked = {name: scores[name] for name in self.spans}
         self.policy = eviction_policy(self.config, prompt, budget, ranked, self.store, trace)
         return prompt.input_ids
@@ -1439,16 +1765,19 @@ def main(args: Args) -> int:
         check_budget(config, asked, budget(n_read, bytes_per_token))
         n_positions += len(asked.input_ids) + args.max_new_tokens
     fit_window(model_config, runtime.name, window if interactive else min(n_positions, window))
+    pruning = read_pruning([args.config], runtime, model_config, args.window, args.threshold, args.prune_at, args.kvzap)
     store = PageStore(args.page_dir)
     if args.trace is not None:
         check_writable(args.trace, "--trace")
     embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
     lm = load_model(runtime, model_config, tokenizer)
+    check_fingerprint(pruning, lm.model)
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
 
     turns = []
     retriever = HybridRetriever(list(passages.values()), embedder, reranker)
-    conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS)
+    conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS,
+                                pruning=pruning)
     with contextlib.closing(store), tracing(args.trace, case_id="conversation") as trace:
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)

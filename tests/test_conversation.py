@@ -40,7 +40,8 @@ def start(passages):
         lm = core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), config, core.load_tokenizer("tiny"))
         retriever = core.HybridRetriever(list(passages.values()), BagOfWords())
         args = core.Args(max_new_tokens=N_NEW, **given)
-        return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir), n_turns)
+        pruning = core.Pruning("random", None, window=64, threshold=0.7, keep=None, pooled=False, at="chunk")
+        return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir), n_turns, pruning)
 
     return start
 
@@ -72,7 +73,7 @@ def test_documents_are_read_once(start, config):
         assert conversation.cache is cache and facts["n_prompt_tokens"] == n_follow_up(conversation, question, before) < 300
         n_new = facts["n_seen"] - before["n_seen"] - facts["n_prompt_tokens"]
         assert n_new == N_NEW - 1 if facts["finish_reason"] == "length" else 0 <= n_new < N_NEW
-        assert facts["question"] == question and (facts["compression_ratio"] > 0.5) == (config in ("L3", "L4"))
+        assert facts["question"] == question and (facts["compression_ratio"] > 0.5) == (config in ("L3", "L4", "L6", "L7"))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -270,6 +270,6 @@ def test_smollm2_finds_a_needle_in_what_is_left(smollm2, monkeypatch):
     monkeypatch.setattr(niah, "TOLERANCE", 0.05)  # so short a prompt has room for L5's second question
     args = niah.Args(n=3, kv_budget="0.5", reranker="none")
     case = niah.make_case(args, niah.TASK, smollm2.tokenizer, niah.cut_sentences(niah.read_haystack("noise")), 700, 1)
-    row = niah.find_needle(args, smollm2, niah.MemoryMeter(smollm2.device), "L3", case, niah.Rankers(niah.load_embedder("minilm")), None)
+    row = niah.find_needle(args, smollm2, niah.MemoryMeter(smollm2.device), "L3", case, niah.Rankers(niah.load_embedder("minilm")), None, None)
     assert row["em"] == 1 and row["prediction"] == case.value and row["needle_kept"]
     assert row["compression_ratio"] >= 0.5 and row["evictions"] >= 2

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCKS = "runtime prompt cache scorers retrieval pager generate configs records metrics evaluate needle".split()
+BLOCKS = "runtime prompt cache scorers retrieval pager generate oracle configs records metrics evaluate needle".split()
 OPEN = re.compile(rf"# >>> core:({'|'.join(BLOCKS)}) \(canonical: ([\w-]+\.py)\)")
 CLOSE = re.compile(rf"# <<< core:({'|'.join(BLOCKS)})")
 MARKER_LIKE = re.compile(r"\s*#+\s*(>>>|<<<)\s*core\b", re.IGNORECASE)
