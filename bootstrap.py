@@ -166,7 +166,9 @@ def find_files(paths: tuple[Path, ...], tally: Counter) -> tuple[list[Path], lis
         if not path.exists():
             raise Refused(f"{path} does not exist: run an eval script first (uv run eval_niah.py), or name files that do.")
         for file in path.rglob("*.jsonl") if path.is_dir() else [path]:
-            if file.name.endswith(".trace.jsonl"):
+            if path.is_dir() and "kvzap" in file.relative_to(path).parts:
+                tally["ablation files under kvzap/ ignored (name that folder to read them)"] += 1
+            elif file.name.endswith(".trace.jsonl"):
                 traces.add(file.resolve())
             elif file == path or RECORD_NAME.fullmatch(file.name):
                 records.add(file.resolve())
@@ -830,6 +832,31 @@ def draw_pareto(cells: list[Cell], title: str) -> Figure:
     return finish(figure, axes, title, "KV cache while decoding, MiB", "EM, % (95 % Wilson)")
 
 
+def draw_removed(rows: list[dict], title: str) -> Figure:
+    """EM with Wilson bars against the fraction of KV entries removed, a line per scorer, a panel per task and length."""
+    scorers = sorted({row["scorer"] for row in rows if row.get("scorer")})
+    columns = sorted({(row["task"], row["haystack"], row["context_length"]) for row in rows if row.get("scorer")}, key=str)
+    figure, axes = grid(len(columns), 3.4, 2.9)
+    for axis, column in zip(axes, columns, strict=True):
+        here = [row for row in rows if (row["task"], row["haystack"], row["context_length"]) == column and row["error"] is None]
+        for scorer in scorers:
+            points = []
+            for _, members in grouped([row for row in here if row.get("scorer") == scorer], "arm"):
+                n_right, n = sum(row["em"] for row in members), len(members)
+                removed = 100 * np.mean([row["compression_ratio"] for row in members])
+                points.append((removed, 100 * n_right / n, *(100 * end for end in wilson(n_right, n))))
+            if points:
+                x, y, low, high = np.array(sorted(points)).T
+                axis.errorbar(x + 0.4 * (scorers.index(scorer) - len(scorers) / 2), y, yerr=np.maximum([y - low, high - y], 0),
+                              elinewidth=0.6, capsize=2, label=scorer, **arm_style(scorer, scorers))
+        full = [row["em"] for row in here if row["arm"] == "L2"]
+        if full:
+            axis.axhline(100 * np.mean(full), color="0.6", linewidth=3, zorder=0, label="L2, full cache")
+        axis.set(xlim=(-3, 103), ylim=(-6, 106))
+        axis.set_title(task_name(*column), fontsize=10)
+    return finish(figure, axes, title, "KV entries removed, %", "EM, % (95 % Wilson)")
+
+
 def draw_itl(cells: list[Cell], title: str) -> Figure:
     """Mean inter-token latency against context length, bars = quartiles over the cases, a panel per task."""
     arms, tasks = sorted({cell.arm for cell in cells}), sorted({cell.task for cell in cells}, key=task_order)
@@ -897,6 +924,8 @@ def draw_group(rows: list[dict], cells: list[Cell], folder: Path, title: str, na
         written += save_figure(
             draw_pareto(weighed, f"EM against KV bytes (arms of equal size side by side)\n{title}"), folder, "pareto", *name
         )
+    if any(row.get("scorer") for row in rows):
+        written += save_figure(draw_removed(rows, f"EM by what is removed\n{title}"), folder, "removed", *name)
     timed = [cell for cell in cells if cell.itl_ms is not None]
     if timed:
         written += save_figure(draw_itl(timed, f"Inter-token latency\n{title}"), folder, "itl", *name)

@@ -314,6 +314,13 @@ def test_haystacks_share_no_cell(two_arms, report):
     ]
 
 
+def test_a_haystack_with_dashes_is_no_part_of_the_arm(two_arms, report):
+    """results/squad/<model>/L3-dev-v1.1-part2.jsonl is arm L3 on that set."""
+    for config in ("L3", "L4"):
+        write(two_arms / f"{config}-dev-v1.1-part2.jsonl", arm(config, [1] * 12, haystack="dev-v1.1-part2"))
+    assert "L3-" not in str(report(two_arms))
+
+
 def test_variants_are_arms_of_their_own(two_arms, report):
     write(two_arms / "L3-chunk.jsonl", arm("L3", [1] * 11 + [0], settings_hash="chunk"))
     text, results = report(two_arms, compare=("L3", "L3-chunk"))
@@ -586,6 +593,26 @@ def test_pictures_have_room_for_their_text(two_arms, report, monkeypatch):
             assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, (name, text)
             for other, other_box in boxes[place + 1 :]:
                 assert not box.overlaps(other_box), (name, text, other)
+
+
+def test_removed_fraction_of_each_scorer(two_arms):
+    """A line per scorer through its levels, in order of what is removed; the full cache is a line across."""
+    rows = [row | {"arm": "L2", "hardware": "cpu", "scorer": None} for row in arm("L2", [1] * 12)]
+    for scorer, level, n_right in (("random", 0.8, 3), ("random", 0.4, 9), ("kvzap-mlp", 0.6, 12)):
+        pruned = arm("L6", [1] * n_right + [0] * (12 - n_right), compression_ratio=level)
+        rows += [row | {"arm": f"L6-{scorer}-{level}", "hardware": "cpu", "scorer": scorer} for row in pruned]
+    (axis,) = bootstrap.draw_removed(rows, "title").axes
+    lines = {container.get_label(): container.lines[0].get_ydata().tolist() for container in axis.containers}
+    assert lines == {"kvzap-mlp": [100], "random": [75, 25]}
+    assert [line.get_ydata()[0] for line in axis.lines if line.get_label() == "L2, full cache"] == [100]
+
+
+def test_ablations_are_read_where_they_are_named(two_arms, report):
+    results = two_arms.parents[1]
+    write(results / "kvzap/niah/L6-random-keep0.4.jsonl", [row | {"scorer": "random"} for row in arm("L6", [1] * 12)])
+    outcome = report(results)
+    assert "1 ablation files under kvzap/ ignored" in str(outcome)
+    assert "L6-random-keep0.4" not in str(outcome) and "L6-random-keep0.4" in str(report(results / "kvzap"))
 
 
 def test_pictures_are_the_same_bytes_every_time(two_arms, report):
