@@ -522,7 +522,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, float, int | None, float | None], None]
+Observer = Callable[["PagedLayer", torch.Tensor, float, float | None], None]  # layer, query, scaling, softcap
 PAGED = ("keys", "values", "positions", "scores")
 Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 
@@ -654,7 +654,7 @@ class PagedLayer(CacheLayerMixin):
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
         if self.observe is not None:
-            self.observe(self, groups, scaling, window, softcap)
+            self.observe(self, groups, scaling, softcap)
         out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                          for buffer, q in zip(self.buffers, groups.split(rows))])
         if window is not None:

@@ -515,7 +515,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, float, int | None, float | None], None]
+Observer = Callable[["PagedLayer", torch.Tensor, float, float | None], None]  # layer, query, scaling, softcap
 PAGED = ("keys", "values", "positions", "scores")
 Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 
@@ -647,7 +647,7 @@ class PagedLayer(CacheLayerMixin):
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
         if self.observe is not None:
-            self.observe(self, groups, scaling, window, softcap)
+            self.observe(self, groups, scaling, softcap)
         out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                          for buffer, q in zip(self.buffers, groups.split(rows))])
         if window is not None:
@@ -1157,20 +1157,6 @@ ORACLES = ("kvzip+", "kvzip")  # scorers that have the model repeat the whole pr
 REPEAT = "Repeat the previous context exactly."
 
 
-def watched_attention(layer: PagedLayer, query, scaling: float, window: int | None, softcap: float | None, n: int):
-    """What a chunk's attention gives to each of the first n tokens: weights (Hkv, G, T, n); query (Hkv, G, T, D)."""
-    keys, _, positions = (torch.cat(parts) for parts in zip(*(buffer.entries() for buffer in layer.buffers)))
-    scores = torch.einsum("hgtd,hsd->hgts", query.float(), keys.float()) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    T = query.shape[2]
-    query_at = torch.arange(layer.seen - T, layer.seen, device=query.device)[:, None]
-    visible = positions[:, None] <= query_at  # (Hkv, T, S)
-    if window is not None:
-        visible &= positions[:, None] > query_at - window
-    return scores.masked_fill_(~visible[:, None], -torch.inf).softmax(dim=-1)[..., :n]
-
-
 def output_norms(attention, values: torch.Tensor, n_groups: int) -> torch.Tensor:
     """|W_O v| of each entry for each query head: values (Hkv, n, D) -> (Hkv, G, n).
 
@@ -1193,23 +1179,25 @@ def reconstruction_scores(lm: LM, cache: PagedCache, ask: torch.Tensor, repeat: 
 
     KVzip+ (arXiv:2601.07891): max over the repeated rows j, and over the query heads of a group, of
     a_ji |W_O v_i| / |h_j|; without `plus` it is KVzip's (arXiv:2505.23416) a_ji alone. Reads `ask` (the request to
-    repeat) and `repeat` (the text), then rewinds the cache. Attention rows are made a chunk at a time.
+    repeat) and `repeat` (the text), then rewinds the cache. Attention rows are made a chunk at a time, and as logarithms.
     """
-    n = cache.get_seq_length()
-    best: dict[int, torch.Tensor] = {}
-    attentions = attention_modules(lm.model)
-    norms: dict[int, torch.Tensor] = {}
+    n, best = cache.get_seq_length(), {}
 
     def observe(i: int) -> Observer:
-        def take(layer, query, scaling, window, softcap):
-            weights = watched_attention(layer, query, scaling, window, softcap, n)  # (Hkv, G, T, n)
+        def take(layer, query, scaling, softcap):  # query: (Hkv, G, T, D)
+            keys, _, positions = (torch.cat(parts) for parts in zip(*(buffer.entries() for buffer in layer.buffers)))
+            logits = torch.einsum("hgtd,hsd->hgts", query.float() * scaling, keys.float())
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            T = query.shape[2]
+            query_at = torch.arange(layer.seen - T, layer.seen, device=query.device)[:, None]
+            unseen = positions[:, None, n:] > query_at  # (Hkv, T, S - n): the first n precede every row
+            logits[..., n:].masked_fill_(unseen[:, None], -torch.inf)
+            per_row = -logits.logsumexp(dim=-1)  # (Hkv, G, T)
             if plus:
-                if i not in norms:
-                    values = torch.cat([buffer.values[:, :n] for buffer in layer.buffers])
-                    norms[i] = output_norms(attentions[i], values, query.shape[1])
-                weights = weights / layer.hidden.float().norm(dim=-1)[:, None] * norms[i][:, :, None]
-            row_max = weights.amax(dim=(1, 2))  # (Hkv, n)
-            best[i] = torch.maximum(best[i], row_max) if i in best else row_max
+                per_row = per_row - layer.hidden.float().norm(dim=-1).log()
+            rows = (logits[..., :n] + per_row[..., None]).amax(dim=2)  # (Hkv, G, n)
+            best[i] = torch.maximum(best[i], rows) if i in best else rows
         return take
 
     for chunk in ask.split(chunk_size):
@@ -1223,7 +1211,11 @@ def reconstruction_scores(lm: LM, cache: PagedCache, ask: torch.Tensor, repeat: 
         for layer in cache.layers:
             layer.observe = None
         cache.rewind(n)
-    return torch.stack([best[i].to(lm.device).clamp_min(FAINTEST).log() for i in range(len(best))])
+    if plus:
+        for i, (layer, attention) in enumerate(zip(cache.layers, attention_modules(lm.model))):
+            values = torch.cat([buffer.entries()[1] for buffer in layer.buffers])
+            best[i] += output_norms(attention, values, best[i].shape[1]).log()
+    return torch.stack([best[i].amax(dim=1).to(lm.device) for i in range(len(best))]).clamp_min(math.log(FAINTEST))
 
 
 @torch.inference_mode()
@@ -1383,7 +1375,7 @@ def fit_mlp(module: torch.nn.Sequential, h: torch.Tensor, target: torch.Tensor, 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         module[-1].bias.copy_(target.mean(0))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr, fused=True)
     n_steps = args.epochs * math.ceil(len(h) / args.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
     for _ in range(args.epochs):
@@ -1495,8 +1487,8 @@ def main(args: Args) -> int:
     config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
     fit_window(config, runtime.name, min(2 * args.max_tokens + 100, config.max_position_embeddings))
     if getattr(config, "sliding_window", None):
-        logging.warning("%s forgets what leaves its sliding window of %d tokens; scores there mean little", runtime.name,
-                        config.sliding_window)
+        raise Refusal(f"{runtime.name} forgets what leaves its sliding window of {config.sliding_window} tokens, so that it "
+                      "cannot be asked to repeat a prompt; choose another --model")
     out = args.out or Path("results") / "kvzap" / model_folder(runtime)
     pairs = out / "pairs"
     check_writable(out / "r2.png", "--out")
