@@ -24,9 +24,10 @@
 
 One paragraph of SQuAD v1.1 (Rajpurkar et al., EMNLP 2016) answers the question; the rest of the context is filler:
 paragraphs of *other* articles, or bland sentences. Each paragraph is one segment, which L3 ranks by retrieval on the
-question alone and evicts whole. The instruction, the few-shot examples and the question are reserved. Examples and
-question open the assistant's turn, in which a small model goes on as they do: answered in the user's turn, SmolLM2-135M
-wrote sentences, and none of 30 was an exact match. Template, examples, question and answer are inside the stated length.
+question alone and evicts whole. The instruction, the few-shot examples and the question are reserved. The prompt suits a
+small reader: the question stands before the passages, each passage begins with its article's title, and examples and
+question open the assistant's turn, in which the model goes on as they do (in the user's turn, SmolLM2-135M answered in
+sentences, and none of 30 was an exact match). Template, examples, questions and answer are inside the stated length.
 
     EM, F1 = SQuAD v1.1's, the best over the golds, of the answer's first line; `text` keeps the whole answer
     gold_kept = whether the whole paragraph is in the cache when decoding begins; over the rows of L3, the retriever's
@@ -94,7 +95,7 @@ TASK = "squad"
 HUB_DATASET = "rajpurkar/squad"
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are spread evenly however many are taken
 
-INSTRUCTION = "Read the passages. The questions about them are answered with a few words copied from the text.\n\n"
+INSTRUCTION = "Find the answer to this question in the passages below: {question}\n\n"
 QUESTION = "Question: {question}"
 EXAMPLES = (
     "Question: Who built the lighthouse at Cape Wrath?\nAnswer: Robert Stevenson\n\n"
@@ -2046,7 +2047,7 @@ class Paragraph:
 
     group_id: str
     article: int
-    text: str
+    text: str  # with its article's title in front
     questions: list[tuple[str, str, list[str]]]  # id, question, gold answers
 
 
@@ -2065,7 +2066,7 @@ class Question:
 
     def prompt(self, tokenizer, repeat_query: bool) -> Prompt:
         question = QUESTION.format(question=self.text)
-        segments = [Segment("instruction", INSTRUCTION, True)]
+        segments = [Segment("instruction", INSTRUCTION.format(question=self.text), True)]
         segments += [Segment(name, text) for name, text in self.passages.items()]
         segments += [Segment("question", question, True)] if repeat_query else []
         return build_prompt(tokenizer, segments, f"{EXAMPLES}{question}\nAnswer:")
@@ -2128,8 +2129,9 @@ def paragraphs_of(articles: list[dict], source: str) -> list[Paragraph]:
                     raise Refusal(f"{at}: id {name} occurs twice; give every question its own")
                 seen.add(name)
                 questions.append((name, field_of(qa, "question", str, at).strip(), list(dict.fromkeys(answers))))
-            paragraphs.append(Paragraph(f"{field_of(article, 'title', str, f'{source}, article {a}')}#{p}", a, context.strip(),
-                                        questions))
+            title = field_of(article, "title", str, f"{source}, article {a}")
+            text = f"{title.replace('_', ' ')}: {context.strip()}"
+            paragraphs.append(Paragraph(f"{title}#{p}", a, text, questions))
     return paragraphs
 
 
