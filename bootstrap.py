@@ -842,7 +842,7 @@ def draw_removed(rows: list[dict], title: str) -> Figure:
         for scorer in scorers:
             points = []
             for _, members in grouped([row for row in here if row.get("scorer") == scorer], "arm"):
-                n_right, n = sum(row["em"] for row in members), len(members)
+                n_right, n = int(sum(row["em"] for row in members)), len(members)
                 removed = 100 * np.mean([row["compression_ratio"] for row in members])
                 points.append((removed, 100 * n_right / n, *(100 * end for end in wilson(n_right, n))))
             if points:

@@ -599,7 +599,7 @@ def test_removed_fraction_of_each_scorer(two_arms):
     """A line per scorer through its levels, in order of what is removed; the full cache is a line across."""
     rows = [row | {"arm": "L2", "hardware": "cpu", "scorer": None} for row in arm("L2", [1] * 12)]
     for scorer, level, n_right in (("random", 0.8, 3), ("random", 0.4, 9), ("kvzap-mlp", 0.6, 12)):
-        pruned = arm("L6", [1] * n_right + [0] * (12 - n_right), compression_ratio=level)
+        pruned = arm("L6", [1.0] * n_right + [0.0] * (12 - n_right), compression_ratio=level)
         rows += [row | {"arm": f"L6-{scorer}-{level}", "hardware": "cpu", "scorer": scorer} for row in pruned]
     (axis,) = bootstrap.draw_removed(rows, "title").axes
     lines = {container.get_label(): container.lines[0].get_ydata().tolist() for container in axis.containers}
