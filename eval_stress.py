@@ -901,12 +901,12 @@ class KVzap(torch.nn.Module):
         self.training_facts: dict = {}  # training.json, where the checkpoint has one
 
 
-def find_surrogates(model_folder: str, model_name: str, scorer: str, source: str | None) -> Path:
+def find_surrogates(folder_name: str, model_name: str, scorer: str, source: str | None) -> Path:
     """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
     kind = scorer.removeprefix("kvzap-")
     if source is None and model_name in KVZAP_HUB:
         source = KVZAP_HUB[model_name].format(kind)
-    shipped = Path(__file__).with_name("results") / "kvzap" / model_folder / kind
+    shipped = Path(__file__).with_name("results") / "kvzap" / folder_name / kind
     folder = shipped if source is None else Path(source)
     if source is not None and not folder.exists() and source.count("/") == 1:
         files = ["config.json", "model.safetensors", "training.json"]
@@ -944,13 +944,13 @@ def model_fingerprint(model) -> list[float]:
     return weight[rows, :4].float().flatten().tolist()
 
 
-def make_scorers(name: str, model_config, surrogates: KVzap | None, seed: int = 0) -> list[Scorer]:
+def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
     """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
 
     kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
     """
     def scorer(layer: int) -> Scorer:
-        generator = torch.Generator().manual_seed(seed * 1000 + layer)
+        generator = torch.Generator().manual_seed(layer)
 
         def kvzap(hidden, keys, positions):
             module = surrogates.layers[layer].to(hidden.device)
@@ -1007,7 +1007,7 @@ class Pruner:
         self.judged = max(self.judged, edge)
 
     def _keep_best(self, cache: PagedCache, edge: int) -> None:
-        budget = round(self.keep * cache.get_seq_length())
+        budget = max(round(self.keep * cache.get_seq_length()), self.window)
         scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
                   for buffer in cache.buffers()]
         counts = [min(budget, len(s)) for s in scores]
@@ -1975,7 +1975,6 @@ def measure(args, lm: LM, meter: MemoryMeter, config_name: str, prompt: Prompt, 
     config = CONFIGS[config_name]
     spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
     budget = parse_budget(args.kv_budget)(len(prompt.input_ids), entry_bytes(lm.model.config, lm.model.dtype))
-    in_flight = args.evict_at == "chunk"
     meter.reset()
     begin = time.perf_counter()
     scores = None
@@ -1985,7 +1984,7 @@ def measure(args, lm: LM, meter: MemoryMeter, config_name: str, prompt: Prompt, 
     retrieval_s = time.perf_counter() - begin
     policy = eviction_policy(config, prompt, budget, scores, trace=trace)
     pruner = pruning.pruner() if config.prune else None
-    in_flight = in_flight and policy is not None
+    in_flight = policy is not None and args.evict_at == "chunk"
     pruned_in_flight = pruner is not None and pruning.at == "chunk"
     n_tokens = len(prompt.input_ids) + args.max_new_tokens
     cache = new_cache(lm, config, n_tokens, budget, args.chunk_size, in_flight, pruning)

@@ -885,12 +885,12 @@ class KVzap(torch.nn.Module):
         self.training_facts: dict = {}  # training.json, where the checkpoint has one
 
 
-def find_surrogates(model_folder: str, model_name: str, scorer: str, source: str | None) -> Path:
+def find_surrogates(folder_name: str, model_name: str, scorer: str, source: str | None) -> Path:
     """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
     kind = scorer.removeprefix("kvzap-")
     if source is None and model_name in KVZAP_HUB:
         source = KVZAP_HUB[model_name].format(kind)
-    shipped = Path(__file__).with_name("results") / "kvzap" / model_folder / kind
+    shipped = Path(__file__).with_name("results") / "kvzap" / folder_name / kind
     folder = shipped if source is None else Path(source)
     if source is not None and not folder.exists() and source.count("/") == 1:
         files = ["config.json", "model.safetensors", "training.json"]
@@ -928,13 +928,13 @@ def model_fingerprint(model) -> list[float]:
     return weight[rows, :4].float().flatten().tolist()
 
 
-def make_scorers(name: str, model_config, surrogates: KVzap | None, seed: int = 0) -> list[Scorer]:
+def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
     """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
 
     kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
     """
     def scorer(layer: int) -> Scorer:
-        generator = torch.Generator().manual_seed(seed * 1000 + layer)
+        generator = torch.Generator().manual_seed(layer)
 
         def kvzap(hidden, keys, positions):
             module = surrogates.layers[layer].to(hidden.device)
@@ -991,7 +991,7 @@ class Pruner:
         self.judged = max(self.judged, edge)
 
     def _keep_best(self, cache: PagedCache, edge: int) -> None:
-        budget = round(self.keep * cache.get_seq_length())
+        budget = max(round(self.keep * cache.get_seq_length()), self.window)
         scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
                   for buffer in cache.buffers()]
         counts = [min(budget, len(s)) for s in scores]

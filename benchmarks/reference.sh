@@ -11,6 +11,11 @@ uv run eval_niah.py --config all
 uv run eval_niah.py --config all --haystack prose
 uv run eval_niah.py --config L3 --evict-at chunk --lengths 8192
 
+# KVzap: the surrogates, then L6 (the default threshold is stored with them)
+uv run train_kvzap.py --threshold -3
+uv run eval_niah.py --config L6 --lengths 4096
+uv run eval_niah.py --config L6 --lengths 4096 --haystack prose
+
 # SQuAD 8k
 uv run eval_squad.py --config all --squad "$SQUAD"
 for config in L3 L4 L2; do

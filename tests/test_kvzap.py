@@ -117,6 +117,9 @@ def test_share_by_a_naive_ranking():
     assert pruner.n_evicted == 140 and core.kv_entries(cache) == 60
     core.Pruner(window=64, keep=0.1)(whole := filled())
     assert core.kv_entries(whole) == 200
+    for pooled in (False, True):  # a share smaller than the window
+        core.Pruner(window=10, keep=0.1, pooled=pooled)(cache := filled())
+        assert all(buffer.entries()[2][0].tolist() == list(range(40, 50)) for buffer in cache.buffers())
 
 
 def test_dropping_moves_the_rest_up_and_compacting_frees():
