@@ -547,7 +547,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, float, float | None], None]  # layer, query, scaling, softcap
+Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
 Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 
@@ -678,13 +678,13 @@ class PagedLayer(CacheLayerMixin):
         """Attention of the chunk just appended, query (1, H, T, D) -> (1, T, H, D)."""
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
+        parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
+                 for buffer, q in zip(self.buffers, groups.split(rows))]
         if self.observe is not None:
-            self.observe(self, groups, scaling, softcap)
-        out = torch.cat([chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
-                         for buffer, q in zip(self.buffers, groups.split(rows))])
+            self.observe(self, groups, torch.cat([lse for _, lse in parts]), scaling)
         if window is not None:
             self._forget(self.seen - window)
-        return out.flatten(0, 1).transpose(0, 1)[None]
+        return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def _forget(self, last: int) -> None:
         """Free entries at positions <= last, which no later query of a sliding window can see, a few dozen at once."""
@@ -776,39 +776,49 @@ def entry_bytes(model_config, dtype: torch.dtype) -> int:
 def chunk_attention(q, keys, values, positions, seen: int, scaling: float, window: int | None, softcap: float | None):
     """Causal attention of T queries at positions seen-T .. seen-1 over kept entries that end with the T's own.
 
-    q: (h, G, T, D) the G query heads of each KV head; keys, values: (h, S+T, D); returns (h, G, T, D).
+    q: (h, G, T, D) the G query heads of each KV head; keys, values: (h, S+T, D); returns (h, G, T, D) and the
+    log-sum-exp of the scaled scores, (h, G, T).
 
     Past entries all precede the chunk, so they need no mask, and the G heads of a group can be stacked as rows over
     their one KV head, which is thus never repeated. Only the chunk's own T x T corner is causal. The two softmaxes
-    merge exactly through their log-sum-exps. A window that cuts into what is held, soft-capping, or a device
-    whose kernels do not return the log-sum-exp take the masked path.
+    merge exactly through their log-sum-exps. A window that cuts into what is held and soft-capping take the masked
+    path, which has no log-sum-exp to give: None.
     """
     h, G, T, D = q.shape
     past = keys.shape[1] - T
-    if softcap is not None or (window is not None and seen > window) or q.device.type not in ("cpu", "cuda"):
-        return masked_attention(q, keys, values, positions, seen, scaling, window, softcap)
+    if softcap is not None or (window is not None and seen > window):
+        return masked_attention(q, keys, values, positions, seen, scaling, window, softcap), None
     if T == 1:
-        return attention_with_lse(q.reshape(1, h, G, D), keys[None], values[None], scaling)[0].view(h, G, T, D)
+        out, lse = attention_with_lse(q.reshape(1, h, G, D), keys[None], values[None], scaling)
+        return out.view(h, G, T, D), lse.view(h, G, T)
     own = (t[:, None, past:].expand(h, G, T, -1) for t in (keys, values))
     own_out, own_lse = attention_with_lse(q, *own, scaling, causal=True)  # (h, G, T, D), (h, G, T)
     if past == 0:
-        return own_out
+        return own_out, own_lse
     if h > 1:
         rows, earlier = q.reshape(1, h, G * T, D), (t[None, :, :past] for t in (keys, values))
     else:  # a head alone: its query heads side by side, so that the work can be shared out
         rows, earlier = q, (t[:, None, :past].expand(1, G, past, -1) for t in (keys, values))
     past_out, past_lse = attention_with_lse(rows, *earlier, scaling)
-    weight = torch.sigmoid(past_lse.view(h, G, T) - own_lse)[..., None]  # share of the past in the joint softmax
-    return torch.lerp(own_out.float(), past_out.view(own_out.shape).float(), weight.float()).to(q.dtype)
+    past_lse = past_lse.view(h, G, T)
+    weight = torch.sigmoid(past_lse - own_lse)[..., None]  # share of the past in the joint softmax
+    out = torch.lerp(own_out.float(), past_out.view(own_out.shape).float(), weight.float()).to(q.dtype)
+    return out, torch.logaddexp(past_lse, own_lse)
 
 
 def attention_with_lse(q, k, v, scaling: float, causal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """SDPA over (B, H, T, D) that also returns the log-sum-exp (B, H, T) of the scaled scores.
 
     The operators behind `F.scaled_dot_product_attention`, called by name: the public function drops the log-sum-exp.
+    Where a device has none of them, the scores are made in full.
     """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
+    if q.device.type != "cuda":
+        scores = q.float() @ k.float().transpose(-1, -2) * scaling
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        return (scores.softmax(dim=-1).to(v.dtype) @ v), scores.logsumexp(dim=-1)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scaling)
     return out, lse[..., : q.shape[2]]  # the kernel pads the rows to a multiple of 32
@@ -1462,20 +1472,14 @@ def reconstruction_scores(lm: LM, cache: PagedCache, ask: torch.Tensor, repeat: 
     n, best = cache.get_seq_length(), {}
 
     def observe(i: int) -> Observer:
-        def take(layer, query, scaling, softcap):  # query: (Hkv, G, T, D)
-            keys, _, positions = (torch.cat(parts) for parts in zip(*(buffer.entries() for buffer in layer.buffers)))
-            logits = torch.einsum("hgtd,hsd->hgts", query.float() * scaling, keys.float())
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            T = query.shape[2]
-            query_at = torch.arange(layer.seen - T, layer.seen, device=query.device)[:, None]
-            unseen = positions[:, None, n:] > query_at  # (Hkv, T, S - n): the first n precede every row
-            logits[..., n:].masked_fill_(unseen[:, None], -torch.inf)
-            per_row = -logits.logsumexp(dim=-1)  # (Hkv, G, T)
-            if plus:
-                per_row = per_row - layer.hidden.float().norm(dim=-1).log()
-            rows = (logits[..., :n] + per_row[..., None]).amax(dim=2)  # (Hkv, G, n)
-            best[i] = torch.maximum(best[i], rows) if i in best else rows
+        def take(layer, query, lse, scaling):  # query: (Hkv, G, T, D), lse: (Hkv, G, T)
+            keys = torch.cat([buffer.keys[:, :n] for buffer in layer.buffers]).float()
+            per_row = -lse if not plus else -lse - layer.hidden.float().norm(dim=-1).log()
+            # the row's own term as one more dimension of the product, which saves a pass over T x n logits
+            rows = torch.cat([query.float() * scaling, per_row[..., None]], dim=-1)
+            columns = torch.cat([keys, torch.ones_like(keys[..., :1])], dim=-1)
+            weights = torch.einsum("hgtd,hsd->hgts", rows, columns).amax(dim=2)  # (Hkv, G, n)
+            best[i] = torch.maximum(best[i], weights) if i in best else weights
         return take
 
     for chunk in ask.split(chunk_size):
