@@ -1299,7 +1299,8 @@ def cut_prompts(args: Args, texts: dict[str, list[str]], tokenizer) -> tuple[lis
         for document in tqdm(documents, desc=f"cutting {name}", unit="text", leave=False):
             n_tokens = len(tokenise(tokenizer, document)[0]) if document.strip() else 0
             whole = n_tokens <= args.max_tokens or args.recipe == "paper"
-            for piece in [document] if whole else cut_passages(document, tokenizer, args.max_tokens):
+            length = rng.randint(args.min_tokens, args.max_tokens)  # all lengths alike, for scores shrink with it
+            for piece in [document] if whole else cut_passages(document, tokenizer, length):
                 if args.min_tokens <= len(tokenise(tokenizer, piece.strip())[0]) <= args.max_tokens:
                     found.append(piece.strip())
             if len(found) >= args.n_train + args.n_heldout:  # more than a share
