@@ -794,15 +794,9 @@ def attention_with_lse(q, k, v, scaling: float, causal: bool = False) -> tuple[t
     """SDPA over (B, H, T, D) that also returns the log-sum-exp (B, H, T) of the scaled scores.
 
     The operators behind `F.scaled_dot_product_attention`, called by name: the public function drops the log-sum-exp.
-    Where a device has none of them, the scores are made in full.
     """
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
-    if q.device.type != "cuda":
-        scores = q.float() @ k.float().transpose(-1, -2) * scaling
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-        return (scores.softmax(dim=-1).to(v.dtype) @ v), scores.logsumexp(dim=-1)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scaling)
     return out, lse[..., : q.shape[2]]  # the kernel pads the rows to a multiple of 32
