@@ -30,15 +30,17 @@ other's checkpoints and gives the same scores; then cases of eval_niah.py are ru
     uv run benchmarks/peer_kvpress.py --threshold -4
     uv run benchmarks/peer_kvpress.py --methods none kvzap --lengths 8192 --n 3 --threshold -4
 
-Writes results/kvzap/peer/<method>[-<haystack>].jsonl with the fields of the evaluation's rows; `compression_ratio` of
-kvzap is the share that is masked, and its `kv_bytes_decode` what is held all the same.
+Writes results/kvzap/peer/<method>[-<haystack>].jsonl with the fields of the evaluation's rows, and resumes;
+`compression_ratio` of kvzap is the share that is masked, and its `kv_bytes_decode` what is held all the same.
 """
 
-import json
+import hashlib
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,8 @@ if not hasattr(transformers, "GgufConfig"):  # of a later version; the functions
 
 import eval_niah as niah  # noqa: E402
 
+METHODS = ("none", "knorm", "snapkv", "kvzap")
+
 
 @dataclass
 class Args:
@@ -63,7 +67,7 @@ class Args:
 
     threshold: float
     """of kvzap"""
-    methods: tuple[str, ...] = ("none", "knorm", "snapkv", "kvzap")
+    methods: tuple[str, ...] = METHODS
     """which to run"""
     keep: float = 0.4
     """share that knorm and snapkv keep"""
@@ -81,6 +85,8 @@ class Args:
     """as in eval_niah.py"""
     window: int = 128
     """recent tokens that kvzap leaves alone"""
+    fresh: bool = False
+    """overwrite the output files instead of resuming them"""
 
 
 def interoperate(folder: Path, model_config) -> None:
@@ -107,80 +113,91 @@ def make_press(args: Args, method: str, model):
         return KnormPress(compression_ratio=1 - args.keep)
     if method == "snapkv":
         return SnapKVPress(compression_ratio=1 - args.keep)
-    if method == "kvzap":
-        scorer = KVzapPress(model_type="mlp")
-        # the name under which the press would look for a published checkpoint: it is then not fetched
-        scorer.kvzap_model_name = f"nvidia/KVzap-mlp-{model.config.name_or_path.split('/')[-1]}"
-        scorer.kvzap_model = KVzapModel.from_pretrained(args.surrogates)
-        return DMSPress(scorer, threshold=args.threshold, sliding_window_size=args.window, decoding=True)
-    raise SystemExit(f"--methods {method} is unknown; expected none, knorm, snapkv or kvzap")
+    scorer = KVzapPress(model_type="mlp")
+    # the name under which the press would look for a published checkpoint: it is then not fetched
+    scorer.kvzap_model_name = f"nvidia/KVzap-mlp-{model.config.name_or_path.split('/')[-1]}"
+    scorer.kvzap_model = KVzapModel.from_pretrained(args.surrogates)
+    return DMSPress(scorer, threshold=args.threshold, sliding_window_size=args.window, decoding=True)
 
 
 @torch.inference_mode()
-def answer(model, tokenizer, press, input_ids: torch.Tensor, max_new_tokens: int) -> dict:
-    """One shot, then greedy decoding, all under the press; the timed and measured part."""
-    cache = DynamicCache()
-    begin = time.perf_counter()
-    token_ids, times, ratio = [], [], 0.0
-    with press(model) if press is not None else torch.inference_mode():
-        logits = model(input_ids[None], past_key_values=cache, logits_to_keep=1).logits
-        n_kept = cache.layers[0].keys.shape[2]
-        ratio = press.compression_ratio if isinstance(press, DMSPress) else 1 - n_kept / len(input_ids)
-        kv_bytes = 0
+def answer(lm: niah.LM, press, input_ids: torch.Tensor, max_new_tokens: int) -> niah.Generation:
+    """One shot, then greedy decoding, all under the press; what is masked counts as removed, and as held."""
+    result, cache = niah.Generation(n_prompt_tokens=len(input_ids)), DynamicCache()
+    times = [time.perf_counter()]
+    with press(lm.model) if press is not None else torch.inference_mode():
+        logits = lm.model(input_ids[None], past_key_values=cache, logits_to_keep=1).logits
+        result.prefill_s = time.perf_counter() - times[0]
+        masked = isinstance(press, DMSPress)
+        result.compression_ratio = press.compression_ratio if masked else 1 - cache.layers[0].keys.shape[2] / len(input_ids)
         while True:
             token = int(logits[0, -1].argmax())
             times.append(time.perf_counter())
-            kv_bytes = max(kv_bytes, sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values)))
-            if token == tokenizer.eos_token_id or len(token_ids) + 1 > max_new_tokens:
+            result.kv_bytes_decode = max(result.kv_bytes_decode, niah.kv_bytes(cache))
+            if token in lm.eos_ids or len(result.token_ids) == max_new_tokens:
+                result.finish_reason = "stop" if token in lm.eos_ids else "length"
                 break
-            token_ids.append(token)
-            position = torch.tensor([len(input_ids) + len(token_ids) - 1])
-            logits = model(torch.tensor([[token]]), past_key_values=cache, position_ids=position[None], cache_position=position).logits
-    for layer in model.model.layers:
+            result.token_ids.append(token)
+            position = torch.tensor([len(input_ids) + len(result.token_ids) - 1])
+            logits = lm.model(torch.tensor([[token]]), past_key_values=cache, position_ids=position[None],
+                              cache_position=position).logits
+    for layer in lm.model.model.layers:
         layer.self_attn.masked_key_indices = None
-    itl = np.diff(times) * 1e3
-    return {"text": tokenizer.decode(token_ids, skip_special_tokens=True), "n_prompt_tokens": len(input_ids),
-            "n_new_tokens": len(token_ids), "compression_ratio": ratio, "kv_bytes_decode": kv_bytes,
-            "kv_bytes_full": len(input_ids) * niah.entry_bytes(model.config, model.dtype), "ttft_s": times[0] - begin,
-            "itl_ms_mean": itl.mean() if len(itl) else None, "finish_reason": "length" if len(token_ids) == max_new_tokens else "stop"}
+    result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    # the dense prefill held everything at once, whatever a press then cut
+    full = len(input_ids) * niah.entry_bytes(lm.model.config, lm.model.dtype)
+    result.kv_bytes_peak = max(result.kv_bytes_decode, full)
+    result.ttft_s, *result.itl_s = np.diff(times).tolist()
+    return result
+
+
+def run_case(args: Args, lm: niah.LM, method: str, press, case) -> dict:
+    """A row, with the fields of the evaluation's."""
+    meter = niah.MemoryMeter(lm.device)
+    meter.reset()
+    facts = niah.generation_facts(answer(lm, press, case.prompt(lm.tokenizer, False).input_ids, args.max_new_tokens), lm, meter)
+    prediction = niah.first_number(facts["text"])
+    return {"task": "niah", "config": f"kvpress-{method}", "model": "smollm2", "case_id": case.case_id, "group_id": case.case_id,
+            "seed": args.seed, "haystack": args.haystack, "context_length": case.length, "depth_percent": case.depth_percent,
+            "answers": [case.value], "prediction": prediction, "em": niah.exact_match(prediction, [case.value]),
+            "f1": niah.token_f1(prediction, [case.value]), "question_aware": method == "snapkv", **facts,
+            "evictions": 0, "threshold": args.threshold if method == "kvzap" else None, "error": None, "device": "cpu",
+            "hardware": niah.cpu_name(), "dtype": str(lm.model.dtype).removeprefix("torch."), "quant": "none",
+            "threads": torch.get_num_threads(),
+            "versions": {"transformers": transformers.__version__, "torch": torch.__version__, "kvpress": version("kvpress")},
+            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def main(args: Args) -> int:
+    """Show that the checkpoints interoperate, then run the cases of each method."""
+    unknown = [method for method in args.methods if method not in METHODS]
+    if unknown:
+        raise niah.Refusal(f"--methods {' '.join(unknown)} is unknown; expected some of {', '.join(METHODS)}")
     source, gguf = niah.model_source("smollm2")
     config, tokenizer = AutoConfig.from_pretrained(source, **gguf), AutoTokenizer.from_pretrained(source, **gguf)
     interoperate(args.surrogates, config)
     dtype = niah.pick_dtype("auto", torch.device("cpu"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **gguf).eval()
     model.config.name_or_path = "smollm2"
+    lm = niah.LM(model, tokenizer, torch.device("cpu"))
     case_args = niah.Args(haystack=args.haystack, n=args.n, seed=args.seed, max_new_tokens=args.max_new_tokens)
     sentences = niah.cut_sentences(niah.read_haystack(args.haystack))
     cases = [niah.make_case(case_args, "niah", tokenizer, sentences, length, i) for length in args.lengths for i in range(args.n)]
+    files = {}
     for method in args.methods:
         press = make_press(args, method, model)
+        settings = {"method": method, "threshold": args.threshold, "keep": args.keep, "window": args.window, "n": args.n,
+                    "seed": args.seed, "max_new_tokens": args.max_new_tokens}
         path = ROOT / "results" / "kvzap" / "peer" / (method + f"-{args.haystack}" * (args.haystack != "noise") + ".jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = []
+        files[method] = niah.RecordFile(path, settings, args.fresh)
         for case in tqdm(cases, desc=method, unit="case"):
-            facts = answer(model, tokenizer, press, case.prompt(tokenizer, False).input_ids, args.max_new_tokens)
-            prediction = niah.first_number(facts["text"])
-            rows.append({"task": "niah", "config": f"kvpress-{method}", "model": "smollm2", "case_id": case.case_id, "seed": args.seed,
-                         "haystack": args.haystack, "context_length": case.length, "depth_percent": case.depth_percent,
-                         "answers": [case.value], "prediction": prediction, "em": niah.exact_match(prediction, [case.value]),
-                         "f1": niah.token_f1(prediction, [case.value]), **facts, "question_aware": method == "snapkv",
-                         "threshold": args.threshold if method == "kvzap" else None, "device": "cpu", "hardware": niah.cpu_name(),
-                         "dtype": str(dtype).removeprefix("torch."), "quant": "none", "threads": torch.get_num_threads(), "error": None,
-                         "versions": {"transformers": transformers.__version__, "torch": torch.__version__, "kvpress": "0.5.5"}})
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        for length in args.lengths:
-            these = [row for row in rows if row["context_length"] == length]
-            mean = {key: np.mean([row[key] for row in these]) for key in ("em", "compression_ratio", "ttft_s", "itl_ms_mean")}
-            held = np.mean([row["kv_bytes_decode"] / row["kv_bytes_full"] for row in these])
-            print(f"{method:7} {length:6} EM {mean['em'] * len(these):.0f}/{len(these)}  removed {mean['compression_ratio']:.1%}  "
-                  f"KV held {held:.2f} of full  TTFT {mean['ttft_s']:.1f} s  ITL {mean['itl_ms_mean']:.1f} ms", flush=True)
-    return 0
+            if not files[method].is_done(case.case_id):
+                files[method].write(run_case(args, lm, method, press, case))
+    return niah.report("niah", files, {case.case_id for case in cases})
 
 
 if __name__ == "__main__":
     import tyro
 
-    sys.exit(main(tyro.cli(Args)))
+    sys.exit(niah.run_main(main, tyro.cli(Args)))
