@@ -1000,13 +1000,14 @@ class Pruner:
 
     def _drop_below(self, cache: PagedCache, threshold: float, edge: int) -> None:
         """Judge the tokens that have left the window since the last call; those before were judged when they did."""
-        for buffer in cache.buffers():
-            n_unjudged = min(buffer.length, cache.get_seq_length() - self.judged)
-            at, scores = (t[0, buffer.length - n_unjudged : buffer.length] for t in (buffer.positions, buffer.scores))
-            gone = (at >= self.judged) & (at < edge) & (scores < threshold)
-            n_gone = int(gone.sum())
+        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
+        for buffer in buffers:
+            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
+            gone.append((at >= self.judged) & (at < edge) & (scores < threshold))
+        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
+        for buffer, one, n_gone in zip(buffers, gone, counts):
             if n_gone:
-                buffer.drop(gone)
+                buffer.drop(one)
                 self.n_evicted += n_gone
         self.judged = max(self.judged, edge)
 
