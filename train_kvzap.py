@@ -107,11 +107,11 @@ class Args:
     """stdlib (help topics, docstrings and sources of this Python), a file, a folder, or a Hub dataset with a text column"""
     recipe: str = "default"
     """default, or paper: the Nemotron sample, 9 subsets of 500 training and 5 held-out prompts"""
-    n_train: int = 225
+    n_train: int = 440
     """training prompts"""
     n_heldout: int = 24
     """held-out prompts"""
-    n_tokens: int = 500
+    n_tokens: int = 600
     """tokens drawn from each prompt"""
     min_tokens: int = 750
     """shortest prompt"""
@@ -1359,12 +1359,15 @@ def read_layer(paths: list[Path], layer: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def fit_linear(module: torch.nn.Linear, h: torch.Tensor, target: torch.Tensor, alpha: float = 1.0) -> None:
-    """Ridge regression in closed form, in fp64; the intercept is not penalised."""
-    h, target = h.double(), target.double()
-    h_mean, target_mean = h.mean(0), target.mean(0)
-    h = h - h_mean
-    gram = h.T @ h + alpha * torch.eye(h.shape[1], dtype=torch.float64, device=h.device)
-    weight = torch.linalg.solve(gram, h.T @ (target - target_mean))  # (D, Hkv)
+    """Ridge regression in closed form: blocks of the Gram matrix in fp32, their sum in fp64; the intercept is free."""
+    h_mean, target_mean = h.mean(0, dtype=torch.float64), target.mean(0, dtype=torch.float64)
+    gram = alpha * torch.eye(h.shape[1], dtype=torch.float64, device=h.device)
+    cross = gram.new_zeros(h.shape[1], target.shape[1])
+    for x, y in zip(h.split(4096), target.split(4096)):
+        x, y = x - h_mean.float(), y - target_mean.float()
+        gram += x.T @ x
+        cross += x.T @ y
+    weight = torch.linalg.solve(gram, cross)  # (D, Hkv)
     with torch.no_grad():
         module.weight.copy_(weight.T)
         module.bias.copy_(target_mean - h_mean @ weight)
