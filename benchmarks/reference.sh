@@ -13,8 +13,23 @@ uv run eval_niah.py --config L3 --evict-at chunk --lengths 8192
 
 # KVzap: the surrogates, then L6 (the default threshold is stored with them)
 uv run train_kvzap.py --threshold -3
-uv run eval_niah.py --config L6 --lengths 4096
-uv run eval_niah.py --config L6 --lengths 4096 --haystack prose
+for haystack in noise prose; do
+    uv run eval_niah.py --config L6 --haystack "$haystack"
+    uv run benchmarks/peer_kvpress.py --threshold -3 --haystack "$haystack"
+done
+
+# Scorers at equal memory, all after a dense prefill
+for scorer in kvzap-mlp kvzap-linear key-norm streaming random kvzip+; do
+    for keep in 0.6 0.4 0.2; do
+        for haystack in noise prose; do
+            file=$scorer-keep$keep$([ "$haystack" = noise ] || echo "-$haystack").jsonl
+            uv run eval_niah.py --config L6 --lengths 4096 --haystack "$haystack" --scorer "$scorer" --keep "$keep" \
+                --prune-at prefill --out "results/kvzap/ablation/smollm2/$file"
+        done
+    done
+done
+uv run bootstrap.py results/kvzap --compare kvzap-mlp-keep0.4 key-norm-keep0.4 \
+    --markdown results/kvzap/README.md --plots results/kvzap/plots
 
 # SQuAD 8k
 uv run eval_squad.py --config all --squad "$SQUAD"
