@@ -53,8 +53,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-if not hasattr(transformers, "GgufConfig"):  # of a later version; the functions used here need none
-    transformers.GgufConfig = None
+if not hasattr(imported := sys.modules["transformers"], "GgufConfig"):  # kvpress has put another module object there
+    imported.GgufConfig = None  # of a later version; the functions used here need none
 
 import eval_niah as niah  # noqa: E402
 
