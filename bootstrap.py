@@ -832,23 +832,30 @@ def draw_pareto(cells: list[Cell], title: str) -> Figure:
     return finish(figure, axes, title, "KV cache while decoding, MiB", "EM, % (95 % Wilson)")
 
 
+def way_of_pruning(row: dict) -> str | None:
+    """What scores an entry, and what then stays: those above a threshold, or a share of each head's or of all heads' together."""
+    if not row.get("scorer"):
+        return None
+    return f"{row['scorer']}, {'threshold' if row['keep'] is None else 'pooled' if row['pooled'] else 'per head'}"
+
+
 def draw_removed(rows: list[dict], title: str) -> Figure:
-    """EM with Wilson bars against the fraction of KV entries removed, a line per scorer, a panel per task and length."""
-    scorers = sorted({row["scorer"] for row in rows if row.get("scorer")})
-    columns = sorted({(row["task"], row["haystack"], row["context_length"]) for row in rows if row.get("scorer")}, key=str)
+    """EM with Wilson bars against the fraction of KV entries removed, a line per way of pruning, a panel per task and length."""
+    ways = sorted({way for row in rows if (way := way_of_pruning(row))})
+    columns = sorted({(row["task"], row["haystack"], row["context_length"]) for row in rows if way_of_pruning(row)}, key=str)
     figure, axes = grid(len(columns), 3.4, 2.9)
     for axis, column in zip(axes, columns, strict=True):
         here = [row for row in rows if (row["task"], row["haystack"], row["context_length"]) == column and row["error"] is None]
-        for scorer in scorers:
+        for way in ways:
             points = []
-            for _, members in grouped([row for row in here if row.get("scorer") == scorer], "arm"):
+            for _, members in grouped([row for row in here if way_of_pruning(row) == way], "arm"):
                 n_right, n = int(sum(row["em"] for row in members)), len(members)
                 removed = 100 * np.mean([row["compression_ratio"] for row in members])
                 points.append((removed, 100 * n_right / n, *(100 * end for end in wilson(n_right, n))))
             if points:
                 x, y, low, high = np.array(sorted(points)).T
-                axis.errorbar(x + 0.4 * (scorers.index(scorer) - len(scorers) / 2), y, yerr=np.maximum([y - low, high - y], 0),
-                              elinewidth=0.6, capsize=2, label=scorer, **arm_style(scorer, scorers))
+                axis.errorbar(x + 0.4 * (ways.index(way) - len(ways) / 2), y, yerr=np.maximum([y - low, high - y], 0),
+                              elinewidth=0.6, capsize=2, label=way, **arm_style(way, ways))
         full = [row["em"] for row in here if row["arm"] == "L2"]
         if full:
             axis.axhline(100 * np.mean(full), color="0.6", linewidth=3, zorder=0, label="L2, full cache")

@@ -595,21 +595,24 @@ def test_pictures_have_room_for_their_text(two_arms, report, monkeypatch):
                 assert not box.overlaps(other_box), (name, text, other)
 
 
-def test_removed_fraction_of_each_scorer(two_arms):
-    """A line per scorer through its levels, in order of what is removed; the full cache is a line across."""
+def test_removed_fraction_of_each_way_of_pruning(two_arms):
+    """A line per scorer and rule through its levels, in order of what is removed; the full cache is a line across."""
     rows = [row | {"arm": "L2", "hardware": "cpu", "scorer": None} for row in arm("L2", [1] * 12)]
-    for scorer, level, n_right in (("random", 0.8, 3), ("random", 0.4, 9), ("kvzap-mlp", 0.6, 12)):
+    each = (("random", 0.2, False, 0.8, 3), ("random", 0.6, False, 0.4, 9), ("random", 0.5, True, 0.5, 6),
+            ("kvzap-mlp", None, False, 0.6, 12))
+    for scorer, keep, pooled, level, n_right in each:
         pruned = arm("L6", [1.0] * n_right + [0.0] * (12 - n_right), compression_ratio=level)
-        rows += [row | {"arm": f"L6-{scorer}-{level}", "hardware": "cpu", "scorer": scorer} for row in pruned]
+        how = {"hardware": "cpu", "scorer": scorer, "keep": keep, "pooled": pooled}
+        rows += [row | how | {"arm": f"L6-{scorer}-{level}"} for row in pruned]
     (axis,) = bootstrap.draw_removed(rows, "title").axes
     lines = {container.get_label(): container.lines[0].get_ydata().tolist() for container in axis.containers}
-    assert lines == {"kvzap-mlp": [100], "random": [75, 25]}
+    assert lines == {"kvzap-mlp, threshold": [100], "random, per head": [75, 25], "random, pooled": [50]}
     assert [line.get_ydata()[0] for line in axis.lines if line.get_label() == "L2, full cache"] == [100]
 
 
 def test_ablations_are_read_where_they_are_named(two_arms, report):
     results = two_arms.parents[1]
-    write(results / "kvzap/niah/L6-random-keep0.4.jsonl", [row | {"scorer": "random"} for row in arm("L6", [1] * 12)])
+    write(results / "kvzap/niah/L6-random-keep0.4.jsonl", [row | {"scorer": "random", "keep": 0.4, "pooled": False} for row in arm("L6", [1] * 12)])
     outcome = report(results)
     assert "1 ablation files under kvzap/ ignored" in str(outcome)
     assert "L6-random-keep0.4" not in str(outcome) and "L6-random-keep0.4" in str(report(results / "kvzap"))
