@@ -999,8 +999,9 @@ def main(args: Args) -> None:
         written += draw_trace_folders(traces, args.plots)
 
     sections += [comparison_report(comparisons, arms, args.n_resamples, args.seed)]
-    sections += ["### Beside the thesis", REPORTED_NOTE, reported_table(rows, args.n_resamples, args.seed)]
-    sections += [PAIRINGS_NOTE, pairings_table()]
+    if any(row["config"] in REPORTED for row in rows):  # an ablation has nothing beside the thesis
+        sections += ["### Beside the thesis", REPORTED_NOTE, reported_table(rows, args.n_resamples, args.seed)]
+        sections += [PAIRINGS_NOTE, pairings_table()]
     tally = Counter({what: count for what, count in sorted(tally.items()) if count})
     left_out = "; ".join(f"{count} {what}" for what, count in tally.items()) or "nothing left out"
     sections += [f"{len(rows)} cases of {len(record_files)} files: {left_out}."]

@@ -21,7 +21,7 @@ done
 # Scorers at equal memory, all after a dense prefill: a share of each head's entries, or of all heads' together
 prune() { # scorer, share kept, "" or --pooled
     for haystack in noise prose; do
-        file=$1-keep$2${3#-}$([ "$haystack" = noise ] || echo "-$haystack").jsonl
+        file=L6-$1-keep$2${3#-}$([ "$haystack" = noise ] || echo "-$haystack").jsonl
         uv run eval_niah.py --config L6 --lengths 4096 --haystack "$haystack" --scorer "$1" --keep "$2" $3 \
             --prune-at prefill --out "results/kvzap/ablation/smollm2/$file"
     done
@@ -30,7 +30,7 @@ for keep in 0.6 0.4 0.2; do
     for scorer in kvzap-mlp kvzap-linear kvzip+; do prune "$scorer" "$keep" --pooled; done
     for scorer in kvzap-mlp key-norm streaming random; do prune "$scorer" "$keep" ""; done
 done
-uv run bootstrap.py results/kvzap --compare kvzap-mlp-keep0.4-pooled key-norm-keep0.4 \
+uv run bootstrap.py results/kvzap --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/kvzap/README.md --plots results/kvzap/plots
 
 # SQuAD 8k

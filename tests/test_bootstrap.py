@@ -522,7 +522,7 @@ def test_json_file_and_unwritable_output(two_arms, report):
 
 @pytest.mark.parametrize("page, folder, arms", [
     ("README.md", "results", None),
-    ("results/kvzap/README.md", "results/kvzap", ("kvzap-mlp-keep0.4-pooled", "key-norm-keep0.4")),
+    ("results/kvzap/README.md", "results/kvzap", ("L6-kvzap-mlp-keep0.4-pooled", "L6-key-norm-keep0.4")),
 ])
 def test_tables_are_those_of_the_committed_rows(page, folder, arms, report):
     text = (ROOT / page).read_text(encoding="utf-8")
