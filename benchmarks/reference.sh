@@ -19,29 +19,40 @@ for haystack in noise prose; do
 done
 
 # Scorers at equal memory, all after a dense prefill: a share of each head's entries, or of all heads' together
-prune() { # scorer, share kept, "" or --pooled
-    for haystack in noise prose; do
-        file=L6-$1-keep$2${3#-}$([ "$haystack" = noise ] || echo "-$haystack").jsonl
-        uv run eval_niah.py --config L6 --lengths 4096 --haystack "$haystack" --scorer "$1" --keep "$2" $3 \
-            --prune-at prefill --out "results/kvzap/ablation/smollm2/$file"
+prune() { # evaluation, scorer, suffix of the files, flags of the evaluation
+    local evaluation=$1 scorer=$2 suffix=$3 arms=() keep pooled; shift 3
+    for keep in 0.6 0.4 0.2; do
+        for pooled in "" --pooled; do
+            [[ -n $pooled && $scorer = @(streaming|random) ]] && continue # their scores say nothing about a head
+            arms+=(-- --keep "$keep" $pooled --out "results/kvzap/ablation/smollm2/L6-$scorer-keep$keep${pooled#-}$suffix.jsonl")
+        done
     done
+    uv run benchmarks/sweep.py "$evaluation" --config L6 --scorer "$scorer" --prune-at prefill "$@" "${arms[@]}"
 }
-for keep in 0.6 0.4 0.2; do
-    for scorer in kvzap-mlp kvzap-linear kvzip+; do prune "$scorer" "$keep" --pooled; done
-    for scorer in kvzap-mlp key-norm streaming random; do prune "$scorer" "$keep" ""; done
+for scorer in kvzap-mlp kvzap-linear kvzip+ key-norm streaming random; do
+    prune eval_niah "$scorer" "" --lengths 4096
+    prune eval_niah "$scorer" -prose --lengths 4096 --haystack prose
+done
+for scorer in kvzap-mlp key-norm; do
+    prune eval_niah "$scorer" "" --lengths 8192
+    prune eval_niah "$scorer" -prose --lengths 8192 --haystack prose
+    prune eval_squad "$scorer" -squad --squad data/squad_cognito.json --n 30
+    prune eval_stress "$scorer" -stress --lengths 16384
 done
 uv run bootstrap.py results/kvzap --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/kvzap/README.md --plots results/kvzap/plots
 
-# SQuAD 8k
+# SQuAD 8k; what evicts after prefill shares the prefill
 uv run eval_squad.py --config all --squad "$SQUAD"
-for config in L3 L4 L2; do
-    uv run eval_squad.py --config "$config" --squad "$SQUAD" --n 60
-    uv run eval_squad.py --config "$config" --squad data/squad_cognito.json --n 60
+for file in "$SQUAD" data/squad_cognito.json; do
+    uv run benchmarks/sweep.py eval_squad --squad "$file" --n 60 -- --config L2 -- --config L3 -- --config L4
 done
 
 # Stress 16k and 32k
-uv run eval_stress.py --config all
+uv run eval_stress.py --config L1
+for length in 16384 32768; do
+    uv run benchmarks/sweep.py eval_stress --lengths $length -- --config L2 -- --config L3 -- --config L4 -- --config L5
+done
 uv run eval_stress.py --config L3 --kv-budget 4096 --evict-at chunk
 
 # Speed

