@@ -54,13 +54,18 @@ EVALUATIONS = ("eval_niah", "eval_squad", "eval_stress")
 
 
 class Readings:
-    """Prompts as they were read, on disk; stands in for an evaluation's `prefill` where nothing is evicted in flight."""
+    """Prompts as they were read, on disk, and what an oracle said of them.
 
-    def __init__(self, folder: Path, read: Callable):
-        self.folder, self.read = folder, read
+    `prefill` and `repeat_prompt` stand in for an evaluation's, where nothing is evicted in flight.
+    """
+
+    def __init__(self, folder: Path, read: Callable, repeat: Callable):
+        self.folder, self.read, self.repeat = folder, read, repeat
         self.known: list[tuple[tuple, torch.Tensor, Path]] = []  # what scored and read it, tokens, file
+        self.oracle: dict[tuple, list] = {}  # by file and scorer: each buffer's capacity and scores
         self.scored_by: tuple | None = None  # of the arm that runs; entries that are scored lie in other buffers
         self.shared = False  # whether the last prompt began with an earlier reading
+        self.whole: Path | None = None  # the file that holds just the last prompt
 
     def prefill(self, lm, cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
         """Begin with the longest known run of whole chunks, and read the rest; the last token's logits, (V,)."""
@@ -69,18 +74,31 @@ class Readings:
         by = (id(lm.model), chunk_size, self.scored_by)
         n, file = max(((self._common(ids, input_ids, chunk_size), file) for key, ids, file in self.known if key == by),
                       key=lambda found: found[0], default=(0, None))
-        self.shared = n > 0
+        self.shared, self.whole = n > 0, file if n == len(input_ids) else None
         if n == 0:
             logits = self.read(lm, cache, input_ids, chunk_size, after_chunk)
             file = self.folder / f"{len(self.known)}.safetensors"
             save_file({"logits": logits} | cache.read_page(0, len(input_ids)), file)
             self.known.append((by, input_ids, file))
+            self.whole = file
             return logits
         page = load_file(file)
         logits = page.pop("logits").to(lm.device)
         restore(cache, page, n, lm.model)
         after_chunk()
         return logits if n == len(input_ids) else self.read(lm, cache, input_ids[n:], chunk_size, after_chunk)
+
+    def repeat_prompt(self, lm, cache, text: str, chunk_size: int, scorer: str) -> None:
+        """Score a cache by an oracle, once for each prompt, and grow its storages as the oracle's second pass does."""
+        said = self.oracle.get((self.whole, scorer)) if self.whole else None
+        if said is None:
+            self.repeat(lm, cache, text, chunk_size, scorer)
+            self.oracle[self.whole, scorer] = [(buffer.keys.shape[1], buffer.scores[:, : buffer.length].cpu())
+                                               for buffer in cache.buffers()]
+            return
+        for buffer, (capacity, scores) in zip(cache.buffers(), said):
+            buffer._store(buffer.tensors(), capacity)
+            buffer.scores[:, : buffer.length] = scores.to(buffer.scores.device)
 
     @staticmethod
     def _common(known: torch.Tensor, ids: torch.Tensor, chunk_size: int) -> int:
@@ -150,8 +168,9 @@ def sweep(task, arms: list) -> int:
             super().write(row)
 
     with tempfile.TemporaryDirectory() as folder:
-        readings, load_model, status = Readings(Path(folder), task.prefill), task.load_model, 0
-        task.prefill, task.load_model, task.RecordFile = readings.prefill, load_once, SharedRecordFile
+        readings, load_model, status = Readings(Path(folder), task.prefill, task.repeat_prompt), task.load_model, 0
+        task.prefill, task.repeat_prompt = readings.prefill, readings.repeat_prompt
+        task.load_model, task.RecordFile = load_once, SharedRecordFile
         for args in arms:
             readings.scored_by = (args.scorer, args.kvzap) if task.CONFIGS[args.config].prune else None
             status = max(status, task.main(args))

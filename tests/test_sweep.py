@@ -27,7 +27,7 @@ def rows_of(path: Path) -> list[dict]:
 @pytest.fixture
 def mended(monkeypatch, tmp_path):
     """A sweep replaces functions of its evaluation; put them back."""
-    for name in ("prefill", "load_model", "RecordFile"):
+    for name in ("prefill", "repeat_prompt", "load_model", "RecordFile"):
         monkeypatch.setattr(niah, name, getattr(niah, name))
     monkeypatch.chdir(tmp_path)
 
