@@ -19,25 +19,25 @@ for haystack in noise prose; do
 done
 
 # Scorers at equal memory, all after a dense prefill: a share of each head's entries, or of all heads' together
-prune() { # evaluation, scorer, suffix of the files, flags of the evaluation
-    local evaluation=$1 scorer=$2 suffix=$3 arms=() keep pooled; shift 3
+prune() { # task, scorer, suffix of the files, flags of the evaluation
+    local task=$1 scorer=$2 suffix=$3 arms=() keep pooled; shift 3
     for keep in 0.6 0.4 0.2; do
         for pooled in "" --pooled; do
             [[ -n $pooled && $scorer = @(streaming|random) ]] && continue # their scores say nothing about a head
-            arms+=(-- --keep "$keep" $pooled --out "results/kvzap/ablation/smollm2/L6-$scorer-keep$keep${pooled#-}$suffix.jsonl")
+            arms+=(-- --keep "$keep" $pooled --out "results/kvzap/ablation/$task/smollm2/L6-$scorer-keep$keep${pooled#-}$suffix.jsonl")
         done
     done
-    uv run benchmarks/sweep.py "$evaluation" --config L6 --scorer "$scorer" --prune-at prefill "$@" "${arms[@]}"
+    uv run benchmarks/sweep.py "eval_$task" --config L6 --scorer "$scorer" --prune-at prefill "$@" "${arms[@]}"
 }
 for scorer in kvzap-mlp kvzap-linear kvzip+ key-norm streaming random; do
-    prune eval_niah "$scorer" "" --lengths 4096
-    prune eval_niah "$scorer" -prose --lengths 4096 --haystack prose
+    prune niah "$scorer" "" --lengths 4096
+    prune niah "$scorer" -prose --lengths 4096 --haystack prose
 done
 for scorer in kvzap-mlp key-norm; do
-    prune eval_niah "$scorer" "" --lengths 8192
-    prune eval_niah "$scorer" -prose --lengths 8192 --haystack prose
-    prune eval_squad "$scorer" -squad --squad data/squad_cognito.json --n 30
-    prune eval_stress "$scorer" -stress --lengths 16384
+    prune niah "$scorer" "" --lengths 8192
+    prune niah "$scorer" -prose --lengths 8192 --haystack prose
+    prune squad "$scorer" -squad_cognito --squad data/squad_cognito.json --n 30
+    prune stress "$scorer" "" --lengths 16384
 done
 uv run bootstrap.py results/kvzap --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/kvzap/README.md --plots results/kvzap/plots
