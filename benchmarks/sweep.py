@@ -63,6 +63,7 @@ class Readings:
         self.folder, self.read, self.repeat = folder, read, repeat
         self.known: list[tuple[tuple, torch.Tensor, Path]] = []  # what scored and read it, tokens, file
         self.oracle: dict[tuple, list] = {}  # by file and scorer: each buffer's capacity and scores
+        self.model: tuple = ()  # what tells the loaded model from others
         self.scored_by: tuple | None = None  # of the arm that runs; entries that are scored lie in other buffers
         self.shared = False  # whether the last prompt began with an earlier reading
         self.whole: Path | None = None  # the file that holds just the last prompt
@@ -71,9 +72,11 @@ class Readings:
         """Begin with the longest known run of whole chunks, and read the rest; the last token's logits, (V,)."""
         if chunk_size is None:  # the stock path, which only the warm-up takes here
             return self.read(lm, cache, input_ids, chunk_size, after_chunk)
-        by = (id(lm.model), chunk_size, self.scored_by)
+        by = (self.model, chunk_size, self.scored_by)
         n, file = max(((self._common(ids, input_ids, chunk_size), file) for key, ids, file in self.known if key == by),
                       key=lambda found: found[0], default=(0, None))
+        if n < len(input_ids) / 2:  # another case with the same instruction: better read, and timed, as a whole
+            n = 0
         self.shared, self.whole = n > 0, file if n == len(input_ids) else None
         if n == 0:
             logits = self.read(lm, cache, input_ids, chunk_size, after_chunk)
@@ -137,13 +140,14 @@ def split_arms(words: list[str]) -> list[list[str]]:
 
 def check_arm(task, args) -> None:
     """Refuse an arm that cannot begin with another's prefill."""
-    for config in (task.CONFIGS[name] for name in task.check_run(args)):
-        in_flight = (config.evict != "nothing" and args.evict_at == "chunk") or (config.prune and args.prune_at == "chunk")
-        if config.stock or in_flight or args.trace is not None or len(task.check_run(args)) > 1:
-            raise task.Refusal(f"--config {args.config} shares no prefill here: an arm is one configuration other than L1, with "
-                               "--evict-at pre-decode, --prune-at prefill and without --trace; run the evaluation itself")
-    if getattr(task.load_config(task.resolve_runtime(args.model, args.device, args.dtype, args.quant).name),
-               "sliding_window", None):
+    name, *others = task.check_run(args)
+    config = task.CONFIGS[name]
+    in_flight = (config.evict != "nothing" and args.evict_at == "chunk") or (config.prune and args.prune_at == "chunk")
+    if others or config.stock or in_flight or args.trace is not None:
+        raise task.Refusal(f"--config {args.config} shares no prefill here: an arm is one configuration other than L1, with "
+                           "--evict-at pre-decode, --prune-at prefill and without --trace; run the evaluation itself")
+    runtime = task.resolve_runtime(args.model, args.device, args.dtype, args.quant)
+    if getattr(task.load_config(runtime.name), "sliding_window", None):
         raise task.Refusal(f"--model {args.model} forgets what leaves its sliding window, so that no arm can begin with another's "
                            "prefill; run the evaluation itself")
 
@@ -155,11 +159,11 @@ def sweep(task, arms: list) -> int:
     loaded = {}
 
     def load_once(runtime, model_config, tokenizer):
-        key = (repr(runtime), model_config.to_json_string())
-        if key not in loaded:
+        readings.model = (repr(runtime), model_config.to_json_string())
+        if readings.model not in loaded:
             loaded.clear()
-            loaded[key] = load_model(runtime, model_config, tokenizer)
-        return loaded[key]
+            loaded[readings.model] = load_model(runtime, model_config, tokenizer)
+        return loaded[readings.model]
 
     class SharedRecordFile(task.RecordFile):
         def write(self, row: dict) -> None:

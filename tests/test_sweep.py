@@ -57,6 +57,20 @@ def test_borrowed_prefill_tells_no_times(mended):
     assert borrowed["itl_ms_mean"] > 0
 
 
+def test_cases_with_the_same_instruction_share_nothing(mended):
+    """In chunks so short the first ones of every case are equal; their rows still tell times, and later arms begin with them."""
+    arms = [replace(COMMON, config=config, n=2, chunk_size=32, out=Path(f"{config}.jsonl")) for config in ("L2", "L4")]
+    assert sweep.sweep(niah, arms) == 0
+    shared = [[json.loads(line).get("shared_prefill", False) for line in arm.out.read_text().splitlines()] for arm in arms]
+    assert shared == [[False, False], [True, True]]
+
+
+def test_other_weights_share_nothing(mended):
+    arms = [replace(COMMON, config="L2", dtype=dtype, out=Path(f"{dtype}.jsonl")) for dtype in ("bfloat16", "float32")]
+    assert sweep.sweep(niah, arms) == 0
+    assert not any("shared_prefill" in json.loads(arm.out.read_text()) for arm in arms)
+
+
 def test_arms():
     assert sweep.split_arms("--n 3 -- --config L2 -- --config L4 --seed 1".split()) == [
         ["--n", "3", "--config", "L2"], ["--n", "3", "--config", "L4", "--seed", "1"]]
