@@ -18,27 +18,26 @@ for haystack in noise prose; do
     uv run benchmarks/peer_kvpress.py --threshold -3 --haystack "$haystack"
 done
 
-# Scorers at equal memory, all after a dense prefill: a share of each head's entries, or of all heads' together
-prune() { # task, scorer, suffix of the files, flags of the evaluation
-    local task=$1 scorer=$2 suffix=$3 arms=() keep pooled; shift 3
-    for keep in 0.6 0.4 0.2; do
-        for pooled in "" --pooled; do
-            [[ -n $pooled && $scorer = @(streaming|random) ]] && continue # their scores say nothing about a head
-            arms+=(-- --keep "$keep" $pooled --out "results/kvzap/ablation/$task/smollm2/L6-$scorer-keep$keep${pooled#-}$suffix.jsonl")
+# Scorers at equal memory, all after a dense prefill: a share of each head's entries, or of all heads' together (-pooled)
+prune() { # task, suffix of the files, scorers, flags of the evaluation
+    local task=$1 suffix=$2 scorers=$3 arms=() form keep scorer pooled; shift 3
+    for form in $scorers; do
+        scorer=${form%-pooled} pooled=${form#"$scorer"}
+        for keep in 0.6 0.4 0.2; do
+            arms+=(-- --scorer "$scorer" --keep "$keep" ${pooled:+--pooled}
+                   --out "results/kvzap/ablation/$task/smollm2/L6-$scorer-keep$keep$pooled$suffix.jsonl")
         done
     done
-    uv run benchmarks/sweep.py "eval_$task" --config L6 --scorer "$scorer" --prune-at prefill "$@" "${arms[@]}"
+    uv run benchmarks/sweep.py "eval_$task" --config L6 --prune-at prefill "$@" "${arms[@]}"
 }
-for scorer in kvzap-mlp kvzap-linear kvzip+ key-norm streaming random; do
-    prune niah "$scorer" "" --lengths 4096
-    prune niah "$scorer" -prose --lengths 4096 --haystack prose
-done
-for scorer in kvzap-mlp key-norm; do
-    prune niah "$scorer" "" --lengths 8192
-    prune niah "$scorer" -prose --lengths 8192 --haystack prose
-    prune squad "$scorer" -squad_cognito --squad data/squad_cognito.json --n 30
-    prune stress "$scorer" "" --lengths 16384
-done
+ALL="kvzap-mlp kvzap-mlp-pooled kvzap-linear kvzap-linear-pooled key-norm key-norm-pooled streaming random kvzip+ kvzip+-pooled"
+BEST="kvzap-mlp-pooled key-norm" # each in the form that finds more at 4k
+prune niah "" "$ALL" --lengths 4096
+prune niah -prose "$ALL" --lengths 4096 --haystack prose
+prune niah "" "$BEST" --lengths 8192
+prune niah -prose "$BEST" --lengths 8192 --haystack prose
+prune squad -squad_cognito "$BEST" --squad data/squad_cognito.json --n 30
+prune stress "" "$BEST" --lengths 16384
 uv run bootstrap.py results/kvzap --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/kvzap/README.md --plots results/kvzap/plots
 

@@ -25,6 +25,8 @@
 L2, L3, L4, L5 and L6 --prune-at prefill differ only in what they do to a cache that has read the whole prompt, and reading
 is nine tenths of their time. Here the first arm that reads a prompt leaves its entries in a temporary folder, and later
 arms begin with them, bit for bit; L5, whose question comes twice, reads on from the last whole chunk that is the same.
+L6's arms share among themselves, whatever scores their entries: a scorer that judges by keys or positions judges the
+borrowed ones as it would have; one that judges by hidden states (kvzap-*) needs a reading of its own.
 Each arm writes the file that its own command would write, with the same predictions and KV bytes, and either resumes
 the other's. What a borrowed prefill does not tell is left empty in its row (`ttft_s`, `prefill_tokens_per_s`,
 `peak_memory_bytes`), and `shared_prefill` is true.
@@ -32,7 +34,7 @@ the other's. What a borrowed prefill does not tell is left empty in its row (`tt
 An evaluation's name, the flags that all arms share, then after each `--` those of one arm:
 
     uv run benchmarks/sweep.py eval_niah --lengths 8192 -- --config L2 -- --config L3 -- --config L4 -- --config L5
-    uv run benchmarks/sweep.py eval_squad --config L6 --prune-at prefill --scorer key-norm -- --keep 0.6 -- --keep 0.4
+    uv run benchmarks/sweep.py eval_squad --config L6 --prune-at prefill --keep 0.4 -- --pooled -- --scorer key-norm
 
 The folder needs the KV cache of every prompt at once: 22.5 KiB a token for SmolLM2, 128 for an 8B model in bf16.
 """
@@ -61,10 +63,10 @@ class Readings:
 
     def __init__(self, folder: Path, read: Callable, repeat: Callable):
         self.folder, self.read, self.repeat = folder, read, repeat
-        self.known: list[tuple[tuple, torch.Tensor, Path]] = []  # what scored and read it, tokens, file
+        self.known: list[tuple[tuple, tuple | None, torch.Tensor, Path]] = []  # what read it, and scored it; tokens, file
         self.oracle: dict[tuple, list] = {}  # by file and scorer: each buffer's capacity and scores
         self.model: tuple = ()  # what tells the loaded model from others
-        self.scored_by: tuple | None = None  # of the arm that runs; entries that are scored lie in other buffers
+        self.surrogates: tuple | None = None  # which ones score entries as they are read, in the arm that runs
         self.shared = False  # whether the last prompt began with an earlier reading
         self.whole: Path | None = None  # the file that holds just the last prompt
 
@@ -72,8 +74,10 @@ class Readings:
         """Begin with the longest known run of whole chunks, and read the rest; the last token's logits, (V,)."""
         if chunk_size is None:  # the stock path, which only the warm-up takes here
             return self.read(lm, cache, input_ids, chunk_size, after_chunk)
-        by = (self.model, chunk_size, self.scored_by)
-        n, file = max(((self._common(ids, input_ids, chunk_size), file) for key, ids, file in self.known if key == by),
+        by = (self.model, chunk_size, cache.layers[0].ragged)
+        scored_by = self.surrogates if cache.layers[0].scorer else None  # the warm-up's entries have no scores
+        n, file = max(((self._common(ids, input_ids, chunk_size), file) for key, surrogates, ids, file in self.known
+                       if key == by and scored_by in (None, surrogates)),
                       key=lambda found: found[0], default=(0, None))
         if n < len(input_ids) / 2:  # another case with the same instruction: better read, and timed, as a whole
             n = 0
@@ -82,12 +86,12 @@ class Readings:
             logits = self.read(lm, cache, input_ids, chunk_size, after_chunk)
             file = self.folder / f"{len(self.known)}.safetensors"
             save_file({"logits": logits} | cache.read_page(0, len(input_ids)), file)
-            self.known.append((by, input_ids, file))
+            self.known.append((by, scored_by, input_ids, file))
             self.whole = file
             return logits
         page = load_file(file)
         logits = page.pop("logits").to(lm.device)
-        restore(cache, page, n, lm.model)
+        restore(cache, page, n, chunk_size, lm.model, scores=scored_by is not None)
         after_chunk()
         return logits if n == len(input_ids) else self.read(lm, cache, input_ids[n:], chunk_size, after_chunk)
 
@@ -113,18 +117,22 @@ class Readings:
         return (int(differs[0]) if len(differs) else n) // chunk_size * chunk_size
 
 
-def restore(cache, page: dict[str, torch.Tensor], n: int, model) -> None:
-    """Put the first n tokens of a page into an empty cache, as if it had read them."""
+def restore(cache, page: dict[str, torch.Tensor], n: int, chunk_size: int, model, scores: bool) -> None:
+    """Give an empty cache the first n tokens of a page in the chunks they were read in; with the page's scores, or its own."""
     buffers = [list(names) for _, names in itertools.groupby(sorted(page, key=number), key=number)]
     per_layer = len(buffers) // len(cache.layers)
     for i, (layer, block) in enumerate(zip(cache.layers, model.get_decoder().layers)):
         device = next(block.parameters()).device
-        held = [{name.partition(".")[2]: page[name][:, :n].to(device) for name in names}
+        held = [{name.partition(".")[2]: page[name][:, :n] for name in names}
                 for names in buffers[per_layer * i : per_layer * (i + 1)]]
-        layer.lazy_initialization(*(torch.cat([one[kind] for one in held])[None] for kind in ("keys", "values")))
-        for buffer, one in zip(layer.buffers, held):
-            buffer.append(*(one[kind] for kind in ("keys", "values", "positions", "scores") if kind in one))
-        layer.seen = n
+        heads = {kind: torch.cat([one[kind] for one in held]).to(device) for kind in held[0]}  # (Hkv, n, ...)
+        scorer = layer.scorer
+        for start in range(0, n, chunk_size):
+            chunk = {kind: tensor[:, start : start + chunk_size] for kind, tensor in heads.items()}
+            if scores:
+                layer.scorer = lambda hidden, keys, positions: chunk["scores"]
+            layer.update(chunk["keys"][None], chunk["values"][None])
+        layer.scorer = scorer
 
 
 def number(name: str) -> int:
@@ -176,7 +184,8 @@ def sweep(task, arms: list) -> int:
         task.prefill, task.repeat_prompt = readings.prefill, readings.repeat_prompt
         task.load_model, task.RecordFile = load_once, SharedRecordFile
         for args in arms:
-            readings.scored_by = (args.scorer, args.kvzap) if task.CONFIGS[args.config].prune else None
+            surrogates = task.CONFIGS[args.config].prune and args.scorer.startswith("kvzap")
+            readings.surrogates = (args.scorer, args.kvzap) if surrogates else None
             status = max(status, task.main(args))
     return status
 

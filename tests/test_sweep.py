@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import eval_niah as niah  # noqa: E402
 import sweep  # noqa: E402
+import train_kvzap as train  # noqa: E402
 
 MEASURED = {"ttft_s", "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95", "retrieval_s", "peak_memory_bytes", "created",
             "shared_prefill"}
@@ -32,11 +34,23 @@ def mended(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def test_same_rows(mended):
+@pytest.fixture
+def surrogates(tmp_path) -> dict[str, str]:
+    """Random ones for the tiny model, by scorer."""
+    config = niah.load_config("tiny")
+    for kind, hidden_dim in (("linear", None), ("mlp", 8)):
+        torch.manual_seed(0)
+        train.save_surrogates(niah.KVzap(config.hidden_size, config.num_key_value_heads, config.num_hidden_layers, hidden_dim),
+                              tmp_path / kind, {})
+    return {f"kvzap-{kind}": str(tmp_path / kind) for kind in ("linear", "mlp")}
+
+
+def test_same_rows(mended, surrogates):
     arms = [replace(COMMON, config=config) for config in ("L2", "L3", "L4", "L5")]
-    arms += [replace(COMMON, config="L6", scorer=scorer, keep=keep, pooled=pooled) for scorer, keep, pooled in
-             (("random", 0.5, False), ("random", 0.3, True), ("key-norm", 0.5, False), ("key-norm", 0.3, False),
-              ("kvzip+", 0.5, True), ("kvzip+", 0.3, False))]
+    arms += [replace(COMMON, config="L6", scorer=scorer, keep=keep, pooled=pooled, kvzap=surrogates.get(scorer)) for scorer, keep, pooled in
+             (("kvzap-mlp", 0.5, True), ("kvzap-mlp", 0.3, False), ("kvzap-linear", 0.5, False), ("random", 0.5, False),
+              ("random", 0.3, True), ("key-norm", 0.5, False), ("streaming", 0.3, False), ("kvzip+", 0.5, True),
+              ("kvzip+", 0.3, False))]
     alone = [replace(arm, out=Path(f"alone/{i}.jsonl")) for i, arm in enumerate(arms)]
     swept = [replace(arm, out=Path(f"swept/{i}.jsonl")) for i, arm in enumerate(arms)]
     for arm in alone:
@@ -45,7 +59,7 @@ def test_same_rows(mended):
     for one, other in zip(alone, swept):
         assert rows_of(one.out) == rows_of(other.out)
     shared = [json.loads(line).get("shared_prefill", False) for arm in swept for line in arm.out.read_text().splitlines()]
-    first = {0, 4, 6, 8}  # no paging, then each scorer, reads the prompts for those after it
+    first = {0, 4, 6}  # no paging, then each kind of surrogate, reads the prompts for those after it
     assert shared == [i not in first for i in range(len(arms)) for _ in range(COMMON.n)]
 
 
