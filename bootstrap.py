@@ -840,7 +840,10 @@ def way_of_pruning(row: dict) -> str | None:
 
 
 def draw_removed(rows: list[dict], title: str) -> Figure:
-    """EM with Wilson bars against the fraction of KV entries removed, a line per way of pruning, a panel per task and length."""
+    """EM with Wilson bars against the fraction of KV entries removed, a line per way of pruning, a panel per task and length.
+
+    The grey line is the full cache (L2), on the cases that were pruned.
+    """
     ways = sorted({way for row in rows if (way := way_of_pruning(row))})
     columns = sorted({(row["task"], row["haystack"], row["context_length"]) for row in rows if way_of_pruning(row)}, key=str)
     figure, axes = grid(len(columns), 3.4, 2.9)
@@ -856,7 +859,8 @@ def draw_removed(rows: list[dict], title: str) -> Figure:
                 x, y, low, high = np.array(sorted(points)).T
                 axis.errorbar(x + 0.4 * (ways.index(way) - len(ways) / 2), y, yerr=np.maximum([y - low, high - y], 0),
                               elinewidth=0.6, capsize=2, label=way, **arm_style(way, ways))
-        full = [row["em"] for row in here if row["arm"] == "L2"]
+        pruned = {row["case_id"] for row in here if way_of_pruning(row)}
+        full = [row["em"] for row in here if row["arm"] == "L2" and row["case_id"] in pruned]
         if full:
             axis.axhline(100 * np.mean(full), color="0.6", linewidth=3, zorder=0, label="L2, full cache")
         axis.set(xlim=(-3, 103), ylim=(-6, 106))
@@ -999,7 +1003,8 @@ def main(args: Args) -> None:
         written += draw_trace_folders(traces, args.plots)
 
     sections += [comparison_report(comparisons, arms, args.n_resamples, args.seed)]
-    if any(row["config"] in REPORTED for row in rows):  # an ablation has nothing beside the thesis
+    compared = {arm.partition("-")[0] for arm in arms}
+    if compared <= REPORTED.keys() and any(row["config"] in REPORTED for row in rows):  # an ablation has nothing beside the thesis
         sections += ["### Beside the thesis", REPORTED_NOTE, reported_table(rows, args.n_resamples, args.seed)]
         sections += [PAIRINGS_NOTE, pairings_table()]
     tally = Counter({what: count for what, count in sorted(tally.items()) if count})

@@ -34,12 +34,10 @@ ALL="kvzap-mlp kvzap-mlp-pooled kvzap-linear kvzap-linear-pooled key-norm key-no
 BEST="kvzap-mlp-pooled key-norm" # each in the form that finds more at 4k
 prune niah "" "$ALL" --lengths 4096
 prune niah -prose "$ALL" --lengths 4096 --haystack prose
-prune niah "" "$BEST" --lengths 8192
-prune niah -prose "$BEST" --lengths 8192 --haystack prose
+prune niah "" "$BEST streaming" --lengths 8192
+prune niah -prose "$BEST streaming" --lengths 8192 --haystack prose
 prune squad -squad_cognito "$BEST" --squad data/squad_cognito.json --n 30
 prune stress "" "$BEST" --lengths 16384
-uv run bootstrap.py results/kvzap --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
-    --markdown results/kvzap/README.md --plots results/kvzap/plots
 
 # SQuAD 8k; what evicts after prefill shares the prefill
 uv run eval_squad.py --config all --squad "$SQUAD"
@@ -59,3 +57,6 @@ uv run benchmarks/bench_kv.py --repeats 2
 
 # Tables and pictures
 uv run bootstrap.py --markdown README.md --plots results/plots
+uv run bootstrap.py results/kvzap results/niah/smollm2/L2{,-prose}.jsonl results/squad/smollm2/L2-squad_cognito.jsonl \
+    results/stress/smollm2/L2.jsonl --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
+    --markdown results/kvzap/README.md --plots results/kvzap/plots

@@ -520,14 +520,18 @@ def test_json_file_and_unwritable_output(two_arms, report):
     assert "name a file or folder that can be read and written" in refusal(two_arms, "--json", two_arms / "missing" / "all.json")
 
 
-@pytest.mark.parametrize("page, folder, arms", [
-    ("README.md", "results", None),
-    ("results/kvzap/README.md", "results/kvzap", ("L6-kvzap-mlp-keep0.4-pooled", "L6-key-norm-keep0.4")),
+ABLATION = ["results/kvzap", "results/niah/smollm2/L2.jsonl", "results/niah/smollm2/L2-prose.jsonl",
+            "results/squad/smollm2/L2-squad_cognito.jsonl", "results/stress/smollm2/L2.jsonl"]
+
+
+@pytest.mark.parametrize("page, paths, arms", [
+    ("README.md", ["results"], None),
+    ("results/kvzap/README.md", ABLATION, ("L6-kvzap-mlp-keep0.4-pooled", "L6-key-norm-keep0.4")),
 ])
-def test_tables_are_those_of_the_committed_rows(page, folder, arms, report):
+def test_tables_are_those_of_the_committed_rows(page, paths, arms, report):
     text = (ROOT / page).read_text(encoding="utf-8")
     block = text.partition(bootstrap.BLOCK_BEGIN + "\n")[2].partition("\n" + bootstrap.BLOCK_END)[0]
-    printed = report(ROOT / folder, compare=arms)[0].removesuffix("\n").rpartition("\n")[0]
+    printed = report(*(ROOT / path for path in paths), compare=arms)[0].removesuffix("\n").rpartition("\n")[0]
     assert block == printed, f"the tables are old: benchmarks/reference.sh has the command that writes them to {page}"
 
 
@@ -598,7 +602,8 @@ def test_pictures_have_room_for_their_text(two_arms, report, monkeypatch):
 
 def test_removed_fraction_of_each_way_of_pruning(two_arms):
     """A line per scorer and rule through its levels, in order of what is removed; the full cache is a line across."""
-    rows = [row | {"arm": "L2", "hardware": "cpu", "scorer": None} for row in arm("L2", [1] * 12)]
+    full = arm("L2", [1] * 12 + [0] * 12)
+    rows = [row | {"arm": "L2", "hardware": "cpu", "scorer": None} for row in full]  # half of them on cases that none pruned
     each = (("random", 0.2, False, 0.8, 3), ("random", 0.6, False, 0.4, 9), ("random", 0.5, True, 0.5, 6),
             ("kvzap-mlp", None, False, 0.6, 12))
     for scorer, keep, pooled, level, n_right in each:
@@ -617,6 +622,8 @@ def test_ablations_are_read_where_they_are_named(two_arms, report):
     outcome = report(results)
     assert "1 ablation files under kvzap/ ignored" in str(outcome)
     assert "L6-random-keep0.4" not in str(outcome) and "L6-random-keep0.4" in str(report(results / "kvzap"))
+    text, _ = report(results / "kvzap", two_arms / "L3.jsonl", compare=("L3", "L6-random-keep0.4"))
+    assert "| L3 " in text and "thesis" not in text
 
 
 def test_pictures_are_the_same_bytes_every_time(two_arms, report):
