@@ -28,8 +28,9 @@ arms begin with them, bit for bit; L5, whose question comes twice, reads on from
 L6's arms share among themselves, whatever scores their entries: a scorer that judges by keys or positions judges the
 borrowed ones as it would have; one that judges by hidden states (kvzap-*) needs a reading of its own.
 Each arm writes the file that its own command would write, with the same predictions and KV bytes, and either resumes
-the other's. What a borrowed prefill does not tell is left empty in its row (`ttft_s`, `prefill_tokens_per_s`,
-`peak_memory_bytes`), and `shared_prefill` is true.
+the other's. Where the prefill was borrowed, the row tells no times of it (`ttft_s`, `prefill_tokens_per_s`), and
+`shared_prefill` is true; where it was not, they include saving it. No row tells the memory of the process, to which
+saving and loading add.
 
 An evaluation's name, the flags that all arms share, then after each `--` those of one arm:
 
@@ -176,8 +177,8 @@ def sweep(task, arms: list) -> int:
     class SharedRecordFile(task.RecordFile):
         def write(self, row: dict) -> None:
             if readings.shared:
-                row |= dict.fromkeys(("ttft_s", "prefill_tokens_per_s", "peak_memory_bytes")) | {"shared_prefill": True}
-            super().write(row)
+                row |= {"ttft_s": None, "prefill_tokens_per_s": None, "shared_prefill": True}
+            super().write(row | {"peak_memory_bytes": None})
 
     with tempfile.TemporaryDirectory() as folder:
         readings, load_model, status = Readings(Path(folder), task.prefill, task.repeat_prompt), task.load_model, 0

@@ -66,9 +66,10 @@ def test_same_rows(mended, surrogates):
 def test_borrowed_prefill_tells_no_times(mended):
     assert sweep.sweep(niah, [replace(COMMON, config="L2"), replace(COMMON, config="L4")]) == 0
     (own, borrowed) = (json.loads(next(Path("results").rglob(f"{name}-*.jsonl")).read_text().splitlines()[0]) for name in ("L2", "L4"))
-    for key in ("ttft_s", "prefill_tokens_per_s", "peak_memory_bytes"):
+    for key in ("ttft_s", "prefill_tokens_per_s"):
         assert own[key] > 0 and borrowed[key] is None
     assert borrowed["itl_ms_mean"] > 0
+    assert own["peak_memory_bytes"] is borrowed["peak_memory_bytes"] is None  # saving what was read would count
 
 
 def test_cases_with_the_same_instruction_share_nothing(mended):
