@@ -764,9 +764,15 @@ def finish(figure: Figure, axes: list, title: str, x_label: str, y_label: str) -
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if handles:
         shown = dict(sorted(handles.items()))
-        figure.legend(
-            shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 7), fontsize=9, frameon=False
-        )
+        for n_columns in range(min(len(shown), 7), 0, -1):  # as many as the figure is wide
+            legend = figure.legend(
+                shown.values(), shown.keys(), loc="outside lower center", ncols=n_columns, fontsize=9, frameon=False
+            )
+            if n_columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
+        n_rows = math.ceil(len(shown) / n_columns)
+        figure.set_figheight(figure.get_figheight() + 0.2 * max(n_rows - 2, 0))
     return figure
 
 
@@ -781,7 +787,8 @@ def draw_heatmap(rows: list[dict], title: str) -> Figure:
     """Depth × length, a panel per arm, right/n in each field: white = all right, dark = all wrong, hatched = none finished."""
     arms, lengths = sorted({row["arm"] for row in rows}), sorted({row["context_length"] for row in rows})
     lows = range(0, 100, 10)
-    figure, axes = grid(len(arms), 0.7 + 0.55 * len(lengths), 3.3, n_columns=7)
+    width = max(0.7 + 0.55 * len(lengths), 0.09 * max(map(len, arms)))  # inches; the arm's name has to fit
+    figure, axes = grid(len(arms), width, 3.3, n_columns=max(1, min(7, int(15 / width))))
     for axis, arm in zip(axes, arms, strict=True):
         shade = np.full((len(lows), len(lengths)), np.nan)
         for i, low in enumerate(lows):

@@ -1,5 +1,6 @@
 """bootstrap.py: its statistics against independent ones, its tables from synthetic records, and what it does with damage."""
 
+import itertools
 import json
 import random
 import re
@@ -581,9 +582,13 @@ def test_pictures_have_room_for_their_text(two_arms, report, monkeypatch):
         lengths = (4096,) if config == "L5" else (4096, 8192, 16384, 32768)
         rows = [row for length in lengths for row in arm(config, [1, 0, 1] * 4, context_length=length)]
         write(two_arms / f"mistral/{config}.jsonl", [row | {"model": "mistralai/Mistral-7B-Instruct-v0.3"} for row in rows])
+    for scorer, pooled in itertools.product(("kvzap-mlp", "kvzap-linear", "key-norm", "kvzip+", "random"), (False, True)):
+        rows = [row for length in (4096, 8192) for row in arm("L6", [1, 0, 1] * 4, context_length=length, haystack="prose")]
+        name = f"L6-{scorer}-keep0.4" + "-pooled" * pooled
+        write(two_arms / f"ablation/{name}-prose.jsonl", [row | {"scorer": scorer, "keep": 0.4, "pooled": pooled} for row in rows])
     write(two_arms / "L2.trace.jsonl", trace("a", []))
     report(two_arms, plots=two_arms / "plots")
-    assert len(figures) == 7
+    assert len(figures) == 11
     for name, figure in figures:
         figure.draw_without_rendering()
         texts = [figure._suptitle, figure._supylabel, *figure.legends]
