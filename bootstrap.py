@@ -698,12 +698,13 @@ def reported_table(rows: list[dict], n_resamples: int, seed: int) -> str:
             }
             cells = {column: make_cell(pool, n_resamples, seed) for column, pool in pools.items() if pool}
             squad = cells.get("SQuAD 8k")
+            memory = [end for cell in cells.values() for end in cell.peak_memory_bytes or ()]
             table.append([
                 config,
                 f"ours: {model}, {hardware}{f', {haystack}' if haystack else ''}",
                 *(em_text(cells.get(column)) for column in REPORTED_COLUMNS),
                 f"{percent(squad.f1)} ({signed(squad.f1 - squad.n_right / squad.n)})" if squad and squad.f1 is not None else "–",
-                f"{span([end for cell in cells.values() for end in cell.peak_memory_bytes or ()], GIB, 2)} GiB".replace("– GiB", "–"),
+                f"{span(memory, GIB, 2)} GiB" if memory else "–",
                 span([cell.itl_ms for name, cell in cells.items() if name.startswith("NIAH")]),
             ])
     return markdown_table(["Config", "Source", *REPORTED_COLUMNS, "SQuAD F1 (gap)", "Peak memory", "ITL ms, NIAH"], table)
