@@ -812,7 +812,7 @@ def draw_heatmap(rows: list[dict], title: str) -> Figure:
         axis.set_yticks(np.arange(len(lows) - 1) + 0.5, minor=True)
         axis.grid(which="minor", color="0.5", linewidth=0.6)
         axis.tick_params(which="minor", length=0)
-        axis.label_outer()  # the depths stand once, at the left
+        axis.tick_params(labelleft=axis.get_subplotspec().is_first_col())  # the depths stand once, at the left
     return finish(figure, axes, title, "context length", "needle depth, %")
 
 
