@@ -1899,6 +1899,15 @@ def check_run(args) -> list[str]:
     return names
 
 
+def fit_prompt(args, names: list[str], model_config, model_name: str, length: int) -> None:
+    """`fit_window` for a prompt with its answer; an oracle has the prompt repeated, at positions of its own."""
+    repeated = args.scorer in ORACLES and any(CONFIGS[name].prune for name in names)
+    if repeated and 2 * length > model_config.max_position_embeddings:
+        raise Refusal(f"--scorer {args.scorer} has the model repeat {length} tokens, which takes {2 * length} positions, but "
+                      f"{model_name} has {model_config.max_position_embeddings}; choose shorter --lengths or another scorer")
+    fit_window(model_config, model_name, length * (1 + repeated))
+
+
 def load_rankers(args, names: list[str]) -> Rankers:
     """Load what ranks passages, if one of the configurations evicts by rank."""
     if not any(CONFIGS[name].evict == "segments" for name in names):
@@ -2221,7 +2230,7 @@ def main(args: Args) -> int:
     if args.filler not in ("squad", "noise"):
         raise Refusal(f"--filler {args.filler} is unknown; expected squad or noise")
     model_config = load_config(runtime.name)
-    fit_window(model_config, runtime.name, max(args.lengths))
+    fit_prompt(args, names, model_config, runtime.name, max(args.lengths))
     tokenizer = load_tokenizer(runtime.name)
     source, paragraphs = read_squad(args.squad)
     haystack = source if args.filler == "squad" else f"{source}-{args.filler}"

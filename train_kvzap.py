@@ -1488,7 +1488,7 @@ def main(args: Args) -> int:
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
     config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    fit_window(config, runtime.name, min(2 * args.max_tokens + 100, config.max_position_embeddings))
+    fit_window(config, runtime.name, 2 * args.max_tokens + 100)  # a prompt, the request to repeat it, the prompt again
     if getattr(config, "sliding_window", None):
         raise Refusal(f"{runtime.name} forgets what leaves its sliding window of {config.sliding_window} tokens, so that it "
                       "cannot be asked to repeat a prompt; choose another --model")

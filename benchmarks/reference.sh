@@ -39,6 +39,9 @@ prune niah -prose "$BEST streaming" --lengths 8192 --haystack prose
 prune squad -squad_cognito "$BEST" --squad data/squad_cognito.json --n 30
 prune stress "" "$BEST" --lengths 16384
 
+# Which heads the scorers feed where all share one budget, and how far they agree with the oracle
+uv run benchmarks/heads.py
+
 # SQuAD 8k; what evicts after prefill shares the prefill
 uv run eval_squad.py --config all --squad "$SQUAD"
 for file in "$SQUAD" data/squad_cognito.json; do

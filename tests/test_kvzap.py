@@ -7,6 +7,8 @@ from pathlib import Path
 
 import cognito_run as core
 import eval_niah as niah
+import eval_squad as squad
+import eval_stress as stress
 import pytest
 import torch
 import train_kvzap as train
@@ -318,6 +320,18 @@ def test_bad_ways_of_pruning(checkpoint, tiny_lm, given, said):
     asked = dict(window=128, threshold=None, at="chunk", source=str(checkpoint)) | given
     with pytest.raises(core.Refusal, match=said.replace("+", r"\+")):
         core.read_pruning(["L6"], core.resolve_runtime("tiny", "cpu", "float32", "none"), tiny_lm.model.config, **asked)
+
+
+def test_an_oracle_needs_the_window_twice():
+    """The prompt is repeated at positions of its own; beyond the window the scores would be those of a lost model."""
+    config = core.load_config("tiny")
+    asked = dict(config="L6", model="tiny", device="cpu", scorer="kvzip+", keep=0.4, prune_at="prefill", lengths=(16385,), n=1)
+    for script in (niah, squad, stress):
+        with pytest.raises(script.Refusal, match="32770 positions, but tiny has 32768"):
+            script.main(script.Args(**asked))
+        for change, length in ((dict(), 16384), (dict(scorer="key-norm"), 32768)):
+            script.fit_prompt(script.Args(**asked | change), ["L6"], config, "tiny", length)
+        script.fit_prompt(script.Args(**asked), ["L2"], config, "tiny", 32768)  # L2 asks no oracle
 
 
 # --- the scripts
