@@ -1488,7 +1488,11 @@ def main(args: Args) -> int:
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
     config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    fit_window(config, runtime.name, 2 * args.max_tokens + 100)  # a prompt, the request to repeat it, the prompt again
+    n_positions = 2 * args.max_tokens + 100  # a prompt, the request to repeat it, the prompt again
+    if n_positions > config.max_position_embeddings:
+        raise Refusal(f"--max-tokens {args.max_tokens} takes {n_positions} positions, since a prompt is read and then repeated, "
+                      f"but {runtime.name} has {config.max_position_embeddings}; pass fewer --max-tokens")
+    fit_window(config, runtime.name, n_positions)
     if getattr(config, "sliding_window", None):
         raise Refusal(f"{runtime.name} forgets what leaves its sliding window of {config.sliding_window} tokens, so that it "
                       "cannot be asked to repeat a prompt; choose another --model")

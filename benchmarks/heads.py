@@ -33,13 +33,13 @@ together (`--pooled` there). Against KVzip+, the oracle, which has the model rep
     uv run benchmarks/heads.py                              # SmolLM2, 3 needles a haystack: 7 minutes on 2 cores
     uv run benchmarks/heads.py --length 2048 --keep 0.2     # twice the length has to fit the model's window
 
-Writes results/kvzap/heads-<length>.png and .json (with the maps as `kept`: layers, heads), and prints a table; the last
-line of stdout is the JSON object.
+Writes results/kvzap/<model>/heads-<length>-keep<keep>.png and .json (the maps are `kept`: layers, heads), and prints a
+table; the last line of stdout is the JSON object.
 """
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,24 +70,20 @@ class Args:
     """compared with the oracle"""
     keep: float = 0.4
     """share of all heads' entries that stays"""
-    window: int = 128
-    """recent tokens that stay in any case"""
-    chunk_size: int = 256
-    """tokens per prefill chunk"""
     haystacks: tuple[str, ...] = ("noise", "prose")
     """as in eval_niah.py"""
     length: int = 4096
-    """tokens of a prompt"""
+    """tokens of prompt and answer together"""
     n: int = 3
     """needles on each haystack"""
     seed: int = 0
     """as in eval_niah.py"""
     out: Path | None = None
-    """the picture, the JSON beside it; default results/kvzap/heads-<length>.png"""
+    """the picture, the JSON beside it; default results/kvzap/<model>/heads-<length>-keep<keep>.png"""
 
 
 def judge(lm: core.LM, case: core.Case, pruning: core.Pruning, chunk_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A scorer's scores of a prompt's n entries, (L, Hkv, n), and the share that each head keeps after one pruning, (L, Hkv)."""
+    """A scorer's scores of a prompt's n entries, (L, Hkv, n), and the share that each head keeps of them, (L, Hkv)."""
     input_ids = case.prompt(lm.tokenizer, repeat_query=False).input_ids
     shape = (lm.model.config.num_hidden_layers, -1, len(input_ids))
     cache = core.new_cache(lm, core.CONFIGS["L6"], len(input_ids), None, chunk_size, in_flight=False, pruning=pruning)
@@ -136,25 +132,28 @@ def draw(shares: dict[tuple[str, str], np.ndarray], keep: float, path: Path) -> 
         axis.set_xlabel("KV head", fontsize=9)
     axes[0, 0].set_ylabel("layer", fontsize=9)
     axes[0, 0].yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axes[0].tolist(), label=f"share of its entries that a head keeps, {keep:.0%} over all", shrink=0.8)
+    figure.colorbar(image, ax=axes[0].tolist(), shrink=0.8, label=f"share of its entries that a head keeps, {keep:.0%} over all")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def main(args: Args) -> int:
     """Score every case by every scorer; a map and a line of the table for each scorer and haystack."""
-    core.check_versions()
+    asked = core.Args(config="L6", lengths=(args.length,), n=args.n, seed=args.seed, scorer=ORACLE, keep=args.keep,
+                      pooled=True, prune_at="prefill")
+    names = core.check_run(asked)
     runtime = core.resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(runtime, flush=True)
     model_config, tokenizer = core.load_config(runtime.name), core.load_tokenizer(runtime.name)
-    core.fit_prompt(core.Args(scorer=ORACLE), ["L6"], model_config, runtime.name, args.length)
-    out = args.out or ROOT / "results" / "kvzap" / f"heads-{args.length // 1024}k.png"
+    core.fit_prompt(asked, names, model_config, runtime.name, args.length)
+    folder = ROOT / "results" / "kvzap" / core.model_folder(runtime)
+    out = args.out or folder / f"heads-{args.length}-keep{args.keep:g}.png"
     core.check_writable(out, "--out")
-    prunings = {scorer: core.read_pruning(["L6"], runtime, model_config, args.window, None, "prefill", None, scorer,
-                                          args.keep, pooled=True) for scorer in (ORACLE, *args.scorers)}
+    prunings = {scorer: core.read_pruning(names, runtime, model_config, asked.window, None, asked.prune_at, None, scorer,
+                                          asked.keep, asked.pooled) for scorer in (ORACLE, *args.scorers)}
     cases = {}
     for haystack in args.haystacks:
-        needles = core.Args(lengths=(args.length,), n=args.n, haystack=haystack, seed=args.seed)
+        needles = replace(asked, haystack=haystack)
         sentences = core.cut_sentences(core.read_haystack(haystack))
         cases[haystack] = [core.make_case(needles, core.TASK, tokenizer, sentences, args.length, i) for i in range(args.n)]
     lm = core.load_model(runtime, model_config, tokenizer)
@@ -166,7 +165,7 @@ def main(args: Args) -> int:
                 core.check_fingerprint(pruning, lm.model)
                 judged = []
                 for case in cases[haystack]:
-                    judged.append(judge(lm, case, pruning, args.chunk_size))
+                    judged.append(judge(lm, case, pruning, asked.chunk_size))
                     progress.update()
                 scores, kept = zip(*judged)
                 oracle_scores = oracle_scores or scores
@@ -182,7 +181,7 @@ def main(args: Args) -> int:
     for fact in facts:
         r2, order, kept = ("–" if fact[key] is None else f"{fact[key]:.2f}" for key in ("r2", "spearman", "oracle_of_starved"))
         print(f"{fact['haystack']:10}{fact['scorer']:14}{r2:>6}{order:>7}{fact['starved']:9}{kept:>27}")
-    summary = {"model": runtime.name, "length": args.length, "n": args.n, "keep": args.keep, "seed": args.seed,
+    summary = {"runtime": str(runtime), "length": args.length, "n": args.n, "keep": args.keep, "seed": args.seed,
                "n_heads": next(iter(shares.values())).size, "scorers": facts}
     out.with_suffix(".json").write_text(json.dumps(summary) + "\n")
     print(json.dumps(summary | {"written": [str(out), str(out.with_suffix(".json"))]}))

@@ -14,7 +14,7 @@ import heads  # noqa: E402
 
 
 def test_what_heads_keep_is_what_the_evaluation_keeps(tmp_path, capsys, monkeypatch):
-    """The table's figures follow from the maps, and their mean is the removed share of the evaluation's own row."""
+    """The table's figures follow from the maps, and what they leave out is what the evaluation's own row says is removed."""
     maps = {}
     draw = heads.draw
     monkeypatch.setattr(heads, "draw", lambda shares, keep, path: maps.update(shares) or draw(shares, keep, path))
@@ -27,7 +27,7 @@ def test_what_heads_keep_is_what_the_evaluation_keeps(tmp_path, capsys, monkeypa
         share = maps["noise", fact["scorer"]]
         assert share.shape == (2, 2) and 1 - share.mean() == pytest.approx(0.6, abs=1e-3)
         run = niah.Args(model="tiny", device="cpu", config="L6", scorer=fact["scorer"], keep=0.4, pooled=True, n=1,
-                        prune_at="prefill", lengths=(4096,), max_new_tokens=24, out=tmp_path / f"{fact['scorer']}.jsonl")
+                        prune_at="prefill", lengths=(4096,), out=tmp_path / f"{fact['scorer']}.jsonl")
         assert niah.main(run) == 0
         row = json.loads(run.out.read_text())
         assert row["compression_ratio"] == pytest.approx(1 - share.mean())

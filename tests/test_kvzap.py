@@ -332,6 +332,8 @@ def test_an_oracle_needs_the_window_twice():
         for change, length in ((dict(), 16384), (dict(scorer="key-norm"), 32768)):
             script.fit_prompt(script.Args(**asked | change), ["L6"], config, "tiny", length)
         script.fit_prompt(script.Args(**asked), ["L2"], config, "tiny", 32768)  # L2 asks no oracle
+    with pytest.raises(train.Refusal, match="--max-tokens 16384 takes 32868 positions"):
+        train.main(train.Args(model="tiny", device="cpu", max_tokens=16384))
 
 
 # --- the scripts
