@@ -39,10 +39,12 @@ def fault(root):
 def tree(tmp_path):
     """Writes files and returns the root. run.py is canonical, eval.py carries copies of its blocks."""
 
+    core = block("runtime", RUNTIME) + "\n" + block("cache", CACHE)
+
     def write(**changed):
         files = {
-            "run.py": "import os\n\n" + block("runtime", RUNTIME) + "\n" + block("cache", CACHE) + "\nargs = os.name\n",
-            "eval.py": '"""Doc."""\n\n' + block("runtime", RUNTIME) + "\n" + block("cache", CACHE) + "\n\nmain = 1\n",
+            "run.py": "import os\n\n" + core + "\nargs = os.name, device\n",
+            "eval.py": '"""Doc."""\n\n' + core + "\n\nmain = device\n",
         }
         for name, text in (files | changed).items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -74,22 +76,25 @@ def test_usage_errors_exit_2(tree, options):
 
 
 def test_drift_is_shown_as_a_diff_with_the_command_that_heals_it(tree):
-    root = tree(**{"eval.py": block("runtime", RUNTIME.replace("3", "4"))})
+    root = tree(**{"eval.py": block("runtime", RUNTIME.replace("3", "4")) + "device()\n"})
     before = (root / "eval.py").read_bytes()
     result = sync(root)
     assert result.returncode == 1
     assert "--- eval.py:1: core:runtime\n+++ run.py:3: core:runtime\n" in result.stderr
     assert "-LIMIT = 4\n+LIMIT = 3\n" in result.stderr
     assert f"python tools/sync_core.py --fix --root {root}" in result.stderr
+    assert "never reached" not in result.stderr
     assert (root / "eval.py").read_bytes() == before
 
 
 def test_one_trailing_space_is_drift(tree):
-    assert sync(tree(**{"eval.py": block("runtime", RUNTIME.replace("= 3", "= 3 "))})).returncode == 1
+    text = block("runtime", RUNTIME) + "device()\n"
+    assert sync(tree(**{"eval.py": text})).returncode == 0
+    assert sync(tree(**{"eval.py": text.replace("= 3", "= 3 ")})).returncode == 1
 
 
 def test_fix_heals_every_copy_and_nothing_else(tree):
-    head, between, tail = "#!/usr/bin/env python\n", "\n\x0c\n# é\u2028 \n", "\n\nTAIL = 1  # no newline after this"
+    head, between, tail = "#!/usr/bin/env python\n", "\n\x0c\n# é\u2028 \n", "\n\nTAIL = device  # no newline"
     old = head + block("runtime", "LIMIT = 4") + between + block("cache", CACHE + "\n    more = 1\n\n") + tail
     new = head + block("runtime", RUNTIME) + between + block("cache", CACHE) + tail
     root = tree(**{"eval.py": old, "own.py": "x=1"})
@@ -124,7 +129,7 @@ OPENED, CLOSED = "# >>> core:cache (canonical: run.py)\n", "# <<< core:cache\n"
         (CLOSED, "eval.py:1: core:cache is closed but not open"),
         (block("runtime", block("cache", CACHE)), "eval.py:2: core:cache opens inside core:runtime"),
         (OPENED + "# <<< core:runtime\n", "eval.py:2: core:runtime is closed but not open"),
-        (2 * block("cache", CACHE), "eval.py: has blocks cache, cache; each stands once, in the order runtime, prompt"),
+        (2 * block("cache", CACHE), "eval.py: has blocks cache, cache; each stands once, in the order args, usage"),
         (block("cache", CACHE) + block("runtime", RUNTIME), "eval.py: has blocks cache, runtime; each stands once"),
         (block("utils", CACHE), "eval.py:1: malformed marker or unknown block: # >>> core:utils (canonical: run.py)"),
         (OPENED.replace(" (", "("), "eval.py:1: malformed marker"),
@@ -191,6 +196,91 @@ def test_names_that_are_free(tree):
     (root / "tests").mkdir()
     (root / "tests" / "test_x.py").write_text("LIMIT = 4\n")  # only top-level scripts are looked at
     assert sync(root).returncode == 0
+
+
+def carrying(body, own):
+    """A script whose block metrics holds a function `wanted` and then `body`, with the code `own` below it."""
+    return block("metrics", f"def wanted(): ...\n\n\n{body}", "own.py") + own
+
+
+@pytest.mark.parametrize(
+    ("body", "own", "unreached"),
+    [
+        ("", "", ["wanted"]),
+        ("def helper(): ...", "def main():\n    helper()\n", ["wanted"]),
+        ("def helper():\n    wanted()", "x = 1\n", ["wanted", "helper"]),
+        ("def helper():\n    other()\n\n\ndef other():\n    wanted(), helper()", "", ["wanted", "helper", "other"]),
+        ("def helper():\n    helper()", "wanted()\n", ["helper"]),
+        ("async def helper(): ...", "wanted()\n", ["helper"]),
+        ("class Table:\n    f = wanted", "", ["wanted"]),  # only functions are named
+        ("TABLE = [wanted]", "", ["wanted"]),
+        ("@wanted\ndef helper(): ...", "", ["wanted", "helper"]),
+        ("", "def main():\n    wanted = 1\n", ["wanted"]),
+        ("", "x = 'wanted'\nx.wanted = 1  # wanted\n", ["wanted"]),
+    ],
+)
+def test_a_function_that_is_carried_and_never_reached(tree, body, own, unreached):
+    root = tree(**{"own.py": carrying(body, own)})
+    assert [line.split()[1] for line in fault(root).splitlines()] == unreached
+    assert sync(root).returncode == 1
+
+
+def test_what_is_said_of_a_function_never_reached(tree):
+    advice = "leave its block out, or move the function to a block of those who use it"
+    told = f"own.py:2: wanted of core:metrics is carried and never reached; {advice}\n"
+    assert fault(tree(**{"own.py": carrying("", "")})) == told
+
+
+@pytest.mark.parametrize(
+    ("body", "own"),
+    [
+        ("", "def main():\n    wanted()\n"),
+        ("", "call = [wanted]\n"),
+        ("", "wanted.cache_clear()\n"),
+        ("", "def main():\n    wanted = 1\n    return wanted\n"),  # local, yet it counts
+        ("def helper():\n    return lambda: wanted", "helper()\n"),
+        ("def helper():\n    other()\n\n\ndef other():\n    wanted(), helper()", "helper()\n"),
+        ("async def helper():\n    wanted()", "helper()\n"),
+        ("class Table:\n    def method(self):\n        wanted()", "Table\n"),
+        ("class Table(wanted()): ...", "Table\n"),
+        ("TABLE = {'a': wanted}", "def main():\n    TABLE['a']()\n"),
+        ("TABLE = [wanted]\nTABLE += []", "TABLE\n"),
+        ("TABLE = []\nTABLE += [wanted]", "TABLE\n"),
+        ("FIRST, *REST = wanted, 1", "REST\n"),
+        ("@wanted\ndef helper(): ...", "helper()\n"),
+        ("@wanted()\nclass Table: ...", "Table\n"),
+        ("def helper(f=wanted): ...", "helper()\n"),
+        ("def helper(*, f=wanted()): ...", "helper()\n"),
+        ("def helper() -> wanted: ...", "helper()\n"),
+        ("wanted()", ""),  # a statement that defines nothing runs in any case
+    ],
+)
+def test_a_function_that_is_reached(tree, body, own):
+    result = sync(tree(**{"own.py": carrying(body, own)}))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_each_script_is_judged_by_itself(tree):
+    text = "\n\n" + carrying("@staticmethod\ndef helper(): ...", "helper()\n")
+    root = tree(**{"own.py": text, "other.py": carrying("@staticmethod\ndef helper(): ...", "wanted()\n")})
+    said = fault(root)
+    assert said.startswith("other.py:6: helper of core:metrics is carried and never reached;")
+    assert "\nown.py:4: wanted of core:metrics is carried and never reached;" in said
+    assert said.count("\n") == 2
+
+
+def test_a_function_reached_through_another_block(tree):
+    text = block("metrics", "def score():\n    return device()", "own.py")
+    root = tree(**{"own.py": block("runtime", RUNTIME) + text + "score()\n"})
+    assert sync(root).returncode == 0
+    (root / "own.py").write_text(block("runtime", RUNTIME) + text)
+    assert [line.partition(" of ")[0] for line in fault(root).splitlines()] == ["own.py:5: device", "own.py:11: score"]
+
+
+def test_a_drifted_copy_is_judged_as_fix_leaves_it(tree):
+    result = sync(tree(**{"eval.py": block("runtime", "def device(:")}))
+    assert "--- eval.py:1: core:runtime\n" in result.stderr
+    assert "eval.py:5: device of core:runtime is carried and never reached;" in result.stderr
 
 
 @pytest.mark.parametrize("file", ["eval.py", "tests/test_x.py", "benchmarks/b.py"])

@@ -11,7 +11,8 @@ To change the core, edit a block in the file that its marker names as canonical,
     # <<< core:cache
 
 A block holds whole statements, imports nothing at module level, and owns the names that it defines: no top-level
-script defines them elsewhere. Blocks stand once, in the order of BLOCKS. Across all PEP 723 headers (top level,
+script defines them elsewhere. Blocks stand once, in the order of BLOCKS. A script reaches every core function that it
+carries: its own code names the function, or names core code that reaches it. Across all PEP 723 headers (top level,
 benchmarks/, tests/) a package has one specifier; a script below the top level that has to pin other versions says so:
 `[tool.cognito] independent-environment = true`. All these files are UTF-8 with LF line ends; CRLF is refused.
 
@@ -32,7 +33,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCKS = "runtime prompt cache scorers retrieval pager generate oracle configs records metrics evaluate needle".split()
+BLOCKS = (
+    "args usage runtime prompt cache kvzap retrieval pages policies generate oracle schema records metrics evaluate needle"
+).split()
 OPEN = re.compile(rf"# >>> core:({'|'.join(BLOCKS)}) \(canonical: ([\w-]+\.py)\)")
 CLOSE = re.compile(rf"# <<< core:({'|'.join(BLOCKS)})")
 MARKER_LIKE = re.compile(r"\s*#+\s*(>>>|<<<)\s*core\b", re.IGNORECASE)
@@ -141,6 +144,15 @@ def defined_names(tree: ast.Module) -> dict[str, int]:
     return {name: line for name, line in names.items() if name not in FREE_NAMES and not name.startswith("__")}
 
 
+def own_code(file: str, lines: list[str], blocks: list[Block]) -> ast.Module:
+    """Tree of `file` without its blocks."""
+    outside = list(lines)
+    for block in blocks:
+        if block.file == file:
+            outside[block.start : block.start + len(block.lines)] = [""] * len(block.lines)
+    return parse(file, outside)
+
+
 def name_faults(scripts: dict[str, list[str]], blocks: list[Block]) -> Iterator[str]:
     """Core names that are defined a second time, in another block or outside the blocks of any top-level script."""
     owner = {}
@@ -150,13 +162,38 @@ def name_faults(scripts: dict[str, list[str]], blocks: list[Block]) -> Iterator[
                 yield f"{block.file}:{line}: {name} is defined in core:{owner[name]} and in core:{block.name}"
             owner[name] = block.name
     for file, lines in scripts.items():
-        outside = list(lines)
-        for block in blocks:
-            if block.file == file:
-                outside[block.start : block.start + len(block.lines)] = [""] * len(block.lines)
-        for name, line in defined_names(parse(file, outside)).items():
+        for name, line in defined_names(own_code(file, lines, blocks)).items():
             if name in owner:
                 yield f"{file}:{line}: {name} belongs to core:{owner[name]}; carry that block or choose another name"
+
+
+def used_names(tree: ast.AST) -> set[str]:
+    """Names read anywhere in `tree`. A local variable counts as well: it can hide a fault and never makes one."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def unreached_faults(scripts: dict[str, list[str]], blocks: list[Block]) -> Iterator[str]:
+    """Core functions that a script carries and names neither in its own code nor in core code that is reached."""
+    canonical = canonical_blocks(blocks)
+    for file, lines in scripts.items():
+        carried = [
+            (statement, block.name)
+            for block in blocks
+            if block.file == file  # a drifted copy is judged as --fix leaves it: as it stands, it may not parse
+            for statement in parse(file, canonical[block.name].lines, block.start).body
+        ]
+        uses = defaultdict(set, {"": used_names(own_code(file, lines, blocks))})  # "": code that runs in any case
+        for statement, _ in carried:
+            for name in defined_names(ast.Module([statement], [])) or [""]:
+                uses[name] |= used_names(statement)
+        reached, waiting = set(), {""}
+        while waiting:
+            reached |= waiting
+            waiting = set().union(*(uses[name] for name in waiting)) - reached
+        for node, block_name in carried:
+            if isinstance(node, FUNCTIONS) and node.name in uses.keys() - reached:
+                told = f"{file}:{node.lineno}: {node.name} of core:{block_name} is carried and never reached"
+                yield f"{told}; leave its block out, or move the function to a block of those who use it"
 
 
 def header_settings(header: dict) -> dict[str, str]:
@@ -247,6 +284,7 @@ def main() -> None:
         command = "python tools/sync_core.py --fix" + (f" --root {shlex.quote(str(args.root))}" if args.root else "")
         faults.append(f"{len(drift)} drifted; rewrite from the canonical files with\n    {command}")
     faults += name_faults(scripts, blocks)
+    faults += unreached_faults(scripts, blocks)
     faults += header_faults(scripts | load(root, "benchmarks/**/*.py", "tests/**/*.py"))
     if faults:
         sys.exit("\n".join(faults))
