@@ -13,13 +13,15 @@
 
     uv run bootstrap.py                                       # every record under results/
     uv run bootstrap.py results/niah --compare L2 L3          # another pair of arms
-    uv run bootstrap.py --markdown README.md --plots results/plots --json results/bootstrap.json
+    uv run bootstrap.py --markdown results/README.md --plots results/plots --json results/bootstrap.json
 
-Reads   results/<task>/<model>/<config>[-<variant>].jsonl, a case per line, as the eval scripts write them, and *.trace.jsonl,
-        the KV bytes of traced cases. An *arm* is a file's stem (`L3`, `L3-chunk`) less the name of the haystack: `L3-prose` is
-        arm L3 on the haystack "prose". No table pools models, hardware (its name, device, dtype, quant) or haystacks.
+Reads   results/<task>/<model>/<arm>.jsonl, a case per line, as the eval scripts write them, and *.trace.jsonl, the KV bytes of
+        traced cases. An *arm* is a file's stem (`L3`, `L3-chunk`) less the name of the haystack: `L3-prose` is arm L3 on the
+        haystack "prose". No table pools models, hardware (its name, device, dtype, quant) or haystacks. A folder named
+        `ablation` or `peer` is passed over where it is found below another, and read whole where it is named.
 Prints  the tables in Markdown; the last line is a JSON object: rows, comparisons, what was left out, files written.
-Writes  --markdown: the tables, between two marker lines of FILE. --plots: PNG and SVG. --json: every cell and comparison.
+Writes  --markdown: the tables, between two marker lines of FILE; with --block NAME between the two that bear NAME, so that one
+        page can hold several. --plots: PNG and SVG. --json: every cell and comparison.
 
 What is estimated
     EM of a cell   k/n with Wilson's interval, which keeps its width at 0 and 100 % where a bootstrap has none. It takes cases as
@@ -46,9 +48,9 @@ What of the thesis (its figures: reported there, T4, Mistral-7B-Instruct-v0.3 NF
     The exact sign-flip test gives 0.031, 0.063, 0.031: none of the three passes the thesis's own α/4 = 0.0125.
 
 What is refused, what is counted
-    Refused, with file and line: a line that is not one JSON object (`}{` too), a missing field, NaN, a score that is no number in
-    range, two tasks, models, configs or settings in one file, two settings in one arm, two different finished rows of a case,
-    a case with other gold answers in the other arm.
+    Refused, with file and line: a line that is not one JSON object (`}{` too), a row that breaks the contract (a missing field,
+    NaN, a score out of range), two tasks, models, configs or settings in one file, two settings in one arm, two different
+    finished rows of a case, a case with other gold answers in the other arm.
     Handled, with a count printed: a torn last line without a line end (a killed run) is dropped; blank lines, a byte-order mark
     and CRLF are skipped; identical rows count once; a finished row replaces the failed tries of its case. A case that failed or
     is missing in one arm makes no pair; failed cases stay out of EM and stand beside it as "OOM ×3" or "error ×1".
@@ -62,10 +64,14 @@ McNemar 1947, Psychometrika 12. Differs from the thesis: strata, groups, the +1,
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -88,17 +94,11 @@ TASK_NAMES = {"niah": "NIAH", "squad": "SQuAD", "stress": "Stress"}  # in the th
 F1_TASKS = {"squad"}  # elsewhere the answer is one number, and F1 says nothing that EM does not
 NEEDLE_TASKS = {"niah", "stress"}
 RECORD_NAME = re.compile(r"L[1-7](-.+)?\.jsonl")
+ASIDE = {"ablation", "peer"}  # folders that answer questions of their own, and would crowd the main tables
 OUT_OF_MEMORY = re.compile(r"out.?of.?memory|memoryerror|\boom\b", re.IGNORECASE)
 
-TEXT_FIELDS = ("task", "config", "model", "case_id", "device", "dtype")
-OPTIONAL_TEXT_FIELDS = ("group_id", "haystack", "quant", "memory_kind", "settings_hash", "created")
-NUMBER_FIELDS = (
-    "depth_percent", "compression_ratio", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "itl_ms_mean", "threads",
-)
 ONE_PER_FILE = ("task", "model", "config", "settings_hash")
 TRACE_EVENTS = ("prefill_chunk", "evict", "page_in", "after_eviction", "decode")
-
-BLOCK_BEGIN, BLOCK_END = "<!-- bootstrap:begin -->", "<!-- bootstrap:end -->"
 
 REPORTED_BY = "reported: T4, Mistral-7B NF4"
 REPORTED_COLUMNS = {  # column -> task, context lengths
@@ -146,40 +146,138 @@ class Args:
     """Every comparison starts from this seed, so that none depends on which others are made."""
     markdown: Path | None = None
     """Write the tables between the marker lines of this file (made if missing)."""
+    block: str = ""
+    """Name that the marker lines bear, where a file holds several blocks of tables."""
     plots: Path | None = None
     """Write the pictures to this folder, PNG and SVG."""
     json: Path | None = None
     """Write every cell and comparison to this file."""
 
 
-class Refused(Exception):
-    """Input that must not be counted; the message is one sentence for the user."""
+# >>> core:usage (canonical: cognito_run.py)
+class Refusal(Exception):
+    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
+
+
+def run_main(main: Callable[[object], int], args) -> int:
+    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return main(args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+# <<< core:usage
+
+
+# >>> core:schema (canonical: eval_niah.py)
+KINDS = {  # what a field may hold, in words and as a test; a "?" behind it allows null
+    "name": ("a text that is not empty", lambda value: isinstance(value, str) and value != ""),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "texts": ("a list of texts that is not empty", lambda value: isinstance(value, list) and value != []
+              and all(isinstance(one, str) for one in value)),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "count": ("a whole number from 0 on", lambda value: type(value) is int and value >= 0),
+    "number": ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max),
+    "share": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    "percent": ("a number from 0 to 100", lambda value: type(value) in (int, float) and 0 <= value <= 100),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+}
+CONTRACT = {  # the fields that every row has; they are never renamed
+    "task": "name", "config": "name", "model": "name", "case_id": "name", "group_id": "text?", "seed": "count?",
+    "haystack": "text?", "context_length": "count", "depth_percent": "percent?", "n_prompt_tokens": "count?",
+    "n_new_tokens": "count?", "answers": "texts", "prediction": "text?", "em": "share?", "f1": "share?",
+    "question_aware": "flag?", "compression_ratio": "share?", "kv_bytes_full": "count?", "kv_bytes_peak": "count?",
+    "kv_bytes_decode": "count?", "peak_memory_bytes": "count?", "memory_kind": "text?", "ttft_s": "number?",
+    "prefill_tokens_per_s": "number?", "itl_ms_mean": "number?", "itl_ms_p95": "number?", "evictions": "count?",
+    "finish_reason": "text?", "error": "text?", "device": "name", "dtype": "name", "quant": "text?", "threads": "count?",
+    "versions": "object?", "script_sha256": "text?", "settings_hash": "text?", "created": "text?",
+}
+ADDED = {  # fields that came later, or that only some tasks and configurations have
+    "hardware": "text?", "text": "text?", "think_truncated": "flag?", "retriever": "text?", "retrieval_s": "number?",
+    "gold_share": "share?", "gold_kept": "flag?", "needle_kept": "flag?", "needle_fragments": "count?", "rope": "text?",
+    "rope_factor": "number?", "kv_budget": "text?", "evict_at": "text?", "evicted_segments": "count?", "cuts": "count?",
+    "evicted_entries": "count?", "scorer": "text?", "threshold": "number?", "keep": "share?", "pooled": "flag?",
+    "window": "count?", "prune_at": "text?", "kv_bytes_oracle": "count?", "shared_prefill": "flag?",
+}
+SCHEMA = CONTRACT | ADDED
+
+
+def row_fault(row: dict) -> str | None:
+    """What is wrong with a row, in words; None for a row of the contract. A reader passes over fields that it does not know."""
+    missing = [name for name in CONTRACT if name not in row]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name in filter(row.__contains__, SCHEMA):
+        value, kind = row[name], SCHEMA[name]
+        words, test = KINDS[kind.removesuffix("?")]
+        if not (test(value) or (value is None and kind.endswith("?"))):
+            return f"{name} is {value!r}, expected {words}" + (" or null" if kind.endswith("?") else "")
+    if row["error"] is None and row["em"] not in (0, 1):
+        return f"em is {row['em']!r}, expected 0 or 1 in a row without error"
+    return None
+
+
+# <<< core:schema
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def file_access(verb: str, path: Path | str, advice: str) -> Iterator[None]:
+    """What the system refuses to do with a file becomes one sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(f"cannot {verb} {path} ({error.strerror or error}); {advice}") from None
+
+
+def kind_of(file: Path, named: Path) -> str:
+    """What a file at or under a path of the command line is: a record, a trace, or what it is counted as when passed over."""
+    aside = ASIDE.intersection(file.relative_to(named).parts[:-1])
+    if aside:
+        return f"{min(aside)} files ignored (name that folder to read them)"
+    if file.name.endswith(".trace.jsonl"):
+        return "trace"
+    chosen = file == named or named.resolve().name in ASIDE  # a peer's methods have names of their own
+    return "record" if chosen or RECORD_NAME.fullmatch(file.name) else "other .jsonl files ignored"
+
+
 def find_files(paths: tuple[Path, ...], tally: Counter) -> tuple[list[Path], list[Path]]:
     """Record files and trace files, each once and in sorted order."""
-    records, traces = set(), set()
+    found: dict[str, set[Path]] = defaultdict(set)
     for path in paths:
-        if not path.exists():
-            raise Refused(f"{path} does not exist: run an eval script first (uv run eval_niah.py), or name files that do.")
-        for file in path.rglob("*.jsonl") if path.is_dir() else [path]:
-            if path.is_dir() and "kvzap" in file.relative_to(path).parts:
-                tally["ablation files under kvzap/ ignored (name that folder to read them)"] += 1
-            elif file.name.endswith(".trace.jsonl"):
-                traces.add(file.resolve())
-            elif file == path or RECORD_NAME.fullmatch(file.name):
-                records.add(file.resolve())
-            else:
-                tally["other .jsonl files ignored"] += 1
+        with file_access("read", path, "name files that can be read"):
+            if not path.exists():
+                raise Refusal(f"{path} does not exist; run an eval script first (uv run eval_niah.py), or name files that do")
+            for file in path.rglob("*.jsonl") if path.is_dir() else [path]:
+                found[kind_of(file, path)].add(file.resolve())
+    records, traces = found.pop("record", set()), found.pop("trace", set())
+    tally.update({kind: len(files - records - traces) for kind, files in found.items()})  # another path may have named them
     return sorted(records), sorted(traces)
 
 
 def read_jsonl(path: Path, tally: Counter) -> list[tuple[str, dict]]:
     """(file:line, object) of each line; damage is counted or refused."""
-    data = path.read_bytes()
+    with file_access("read", path, "name files that can be read"):
+        data = path.read_bytes()
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
         tally["byte-order marks skipped"] += 1
@@ -190,7 +288,7 @@ def read_jsonl(path: Path, tally: Counter) -> list[tuple[str, dict]]:
         where, cut_short = f"{path}:{number}", number == len(lines)  # what follows the last \n is b"" in a whole file
 
         def refuse_constant(name: str, where: str = where) -> None:
-            raise Refused(f"{where} holds {name}, which is no JSON number: write null for what is unknown.")
+            raise Refusal(f"{where} holds {name}, which is no JSON number; write null for what is unknown")
 
         if not line.strip():
             tally["blank lines skipped"] += not cut_short
@@ -203,39 +301,11 @@ def read_jsonl(path: Path, tally: Counter) -> list[tuple[str, dict]]:
                 tally["torn last lines dropped"] += 1
                 continue
             fault = "more than one JSON value" if glued else "no valid JSON"
-            raise Refused(f"{where} holds {fault}: mend or delete the line, then resume the run.") from None
+            raise Refusal(f"{where} holds {fault}; mend or delete the line, then resume the run") from None
         if not isinstance(row, dict):
-            raise Refused(f"{where} holds a JSON {type(row).__name__}, not an object: a record is one object a line.")
+            raise Refusal(f"{where} holds a JSON {type(row).__name__}; expected one object a line")
         rows.append((where, row))
     return rows
-
-
-def is_number(value: object, low: float = -1e300, high: float = 1e300) -> bool:
-    return isinstance(value, int | float) and low <= value <= high
-
-
-def check_record(row: dict, where: str) -> None:
-    """Refuse a row that any table would have to guess about."""
-
-    def need(field: str, expected: str, ok: bool) -> None:
-        if not ok:
-            raise Refused(f"{where}: {field} is {row[field]!r}, expected {expected}.")
-
-    fields = (*TEXT_FIELDS, *OPTIONAL_TEXT_FIELDS, *NUMBER_FIELDS, "context_length", "answers", "em", "f1", "error")
-    missing = [field for field in fields if field not in row]
-    if missing:
-        raise Refused(f"{where} lacks {', '.join(missing)}: it is no record of the eval scripts.")
-    for field in TEXT_FIELDS:
-        need(field, "a text", isinstance(row[field], str) and row[field] != "")
-    for field in (*OPTIONAL_TEXT_FIELDS, "error"):
-        need(field, "a text or null", row[field] is None or isinstance(row[field], str))
-    for field in NUMBER_FIELDS:
-        need(field, "a finite number or null", row[field] is None or is_number(row[field]))
-    need("depth_percent", "0 to 100 or null", row["depth_percent"] is None or 0 <= row["depth_percent"] <= 100)
-    need("context_length", "a whole number of tokens", isinstance(row["context_length"], int) and row["context_length"] > 0)
-    if row["error"] is None:
-        need("em", "0 or 1 in a row without error", is_number(row["em"], 0, 1) and row["em"] in (0, 1))
-        need("f1", "a number from 0 to 1, or null", row["f1"] is None or is_number(row["f1"], 0, 1))
 
 
 def read_records(files: list[Path], tally: Counter) -> list[dict]:
@@ -244,11 +314,12 @@ def read_records(files: list[Path], tally: Counter) -> list[dict]:
     for path in files:
         first = None
         for where, row in read_jsonl(path, tally):
-            check_record(row, where)
+            if fault := row_fault(row):
+                raise Refusal(f"{where}: {fault}; mend or delete the row, or name files that an eval script wrote")
             first = first or row
             for field in ONE_PER_FILE:
                 if row[field] != first[field]:
-                    raise Refused(f"{where}: {field} is {row[field]!r} but {first[field]!r} above: keep one {field} in a file.")
+                    raise Refusal(f"{where}: {field} is {row[field]!r} but {first[field]!r} above; keep one {field} in a file")
             arm = f"-{path.stem}-".replace(f"-{row['haystack']}-", "-", 1).strip("-")
             quant = None if row["quant"] == "none" else row["quant"]
             hardware = " ".join(filter(None, (row.get("hardware"), row["device"], row["dtype"], quant)))
@@ -271,8 +342,8 @@ def settle(rows: list[dict], tally: Counter) -> list[dict]:
         tries = list(group)
         for row in tries:
             if row["settings_hash"] != tries[0]["settings_hash"]:
-                raise Refused(
-                    f"{row['where']} has other settings than {tries[0]['where']}, both are arm {row['arm']}: rename one file."
+                raise Refusal(
+                    f"{row['where']} has other settings than {tries[0]['where']}, but both are arm {row['arm']}; rename one file"
                 )
         for _, same in groupby(tries, case_key):
             settled.append(settle_case(list(same), tally))
@@ -290,8 +361,8 @@ def settle_case(tries: list[dict], tally: Counter) -> dict:
     finished = [row for row in distinct.values() if row["error"] is None]
     if len(finished) > 1:
         first, second = (row["where"] for row in finished[:2])
-        raise Refused(
-            f"{second}: case {tries[0]['case_id']} is finished already at {first} with other values: keep one row of it."
+        raise Refusal(
+            f"{second}: case {tries[0]['case_id']} is finished already at {first} with other values; keep one row of it"
         )
     tally["failed tries replaced by a later try"] += len(distinct) - 1
     return finished[0] if finished else max(distinct.values(), key=lambda row: (row["created"] or "", content(row)))
@@ -300,13 +371,14 @@ def settle_case(tries: list[dict], tally: Counter) -> dict:
 def read_traces(files: list[Path], tally: Counter) -> dict[Path, list[dict]]:
     """Trace rows of each file."""
     traces = {}
+    _, is_count = KINDS["count"]
     for path in files:
         traces[path] = []
         for where, row in read_jsonl(path, tally):
             whole = row.get("event") in TRACE_EVENTS and isinstance(row.get("case_id"), str)
-            if not whole or not all(is_number(row.get(field), 0) for field in ("step", "n_seen", "kv_bytes")):
-                raise Refused(
-                    f"{where} is no trace row: expected event ({', '.join(TRACE_EVENTS)}), case_id, step, n_seen, kv_bytes."
+            if not whole or not all(is_count(row.get(field)) for field in ("step", "n_seen", "kv_bytes")):
+                raise Refusal(
+                    f"{where} is no trace row; expected event ({', '.join(TRACE_EVENTS)}), case_id, step, n_seen and kv_bytes"
                 )
             traces[path].append(row)
     return traces
@@ -501,7 +573,7 @@ def pair_cases(rows: list[dict], arm_a: str, arm_b: str) -> tuple[list[tuple[dic
         for field in ("answers", "group_id", "depth_percent"):
             if a[case][field] != b[case][field]:
                 here, there = b[case]["where"], a[case]["where"]
-                raise Refused(f"{here}: {field} of {case[1]} differs from {there}: it is not the same case, run both arms alike.")
+                raise Refusal(f"{here}: {field} of {case[1]} differs from {there}, not the same case; run both arms alike")
         if a[case]["error"] is None and b[case]["error"] is None:
             pairs.append((a[case], b[case]))
         else:
@@ -729,16 +801,6 @@ def pairings_table() -> str:
     return markdown_table([*header, "Interval as reported"], table)
 
 
-def write_block(path: Path, report: str) -> None:
-    """Put the report between the two marker lines, leaving every other byte of the file alone."""
-    text = path.read_bytes() if path.exists() else f"{BLOCK_BEGIN}\n{BLOCK_END}\n".encode()
-    before, begin, rest = text.partition(BLOCK_BEGIN.encode())
-    _, end, after = rest.partition(BLOCK_END.encode())
-    if not (begin and end):
-        raise Refused(f"{path} has no lines {BLOCK_BEGIN} and {BLOCK_END} in this order: add them where the tables should stand.")
-    path.write_bytes(before + begin + f"\n{report}\n".encode() + end + after)
-
-
 # --- pictures ----------------------------------------------------------------------------------------------------------------
 
 
@@ -922,9 +984,9 @@ def save_figure(figure: Figure, folder: Path, *name: str | None) -> list[str]:
     """PNG and SVG under one name, the same bytes on every run."""
     from matplotlib import rc_context
 
-    folder.mkdir(parents=True, exist_ok=True)
     stem = folder / re.sub(r"[^A-Za-z0-9]+", "-", "-".join(filter(None, name))).strip("-").lower()
-    with rc_context({"svg.hashsalt": "cognito"}):
+    with rc_context({"svg.hashsalt": "cognito"}), file_access("write", folder, "choose another --plots"):
+        folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(f"{stem}.png", dpi=160)
         figure.savefig(f"{stem}.svg", metadata={"Date": None})
     return [f"{stem}.png", f"{stem}.svg"]
@@ -961,7 +1023,7 @@ def draw_trace_folders(traces: dict[Path, list[dict]], folder: Path) -> list[str
     return written
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------------
+# --- the report --------------------------------------------------------------------------------------------------------------
 
 
 def grouped(rows: list[dict], *fields: str) -> list[tuple[tuple, list[dict]]]:
@@ -973,74 +1035,140 @@ def grouped(rows: list[dict], *fields: str) -> list[tuple[tuple, list[dict]]]:
     return [(tuple(part or None for part in values), list(group)) for values, group in groupby(sorted(rows, key=key), key)]
 
 
-def main(args: Args) -> None:
+def group_sections(rows: list[dict], cells: list[Cell], title: str) -> list[str]:
+    """The heading and the tables of one model, hardware and haystack."""
+    threads = sorted({str(row["threads"]) for row in rows if row["threads"] is not None})
+    memory_kinds = ", ".join(sorted({row["memory_kind"] for row in rows if row["memory_kind"]})) or "unknown"
+    subtitle = f"EM % [95 % Wilson] right/n; threads: {' and '.join(threads) or 'unknown'}."
+    return [f"### {title}", subtitle, main_table(cells, memory_kinds), f1_table(cells)]
+
+
+def compare_tasks(rows: list[dict], arms: tuple[str, str], n_resamples: int, seed: int) -> list[Comparison]:
+    """Every comparison of one model, hardware and haystack; a task that neither arm ran has none."""
+    comparisons = []
+    for (task,), members in grouped(rows, "task"):
+        if not {row["arm"] for row in members}.isdisjoint(arms):
+            metrics = ("em", "f1") if task in F1_TASKS else ("em",)
+            comparisons += [compare(members, metric, arms, n_resamples, seed) for metric in metrics]
+    return comparisons
+
+
+def thesis_sections(rows: list[dict], arms: tuple[str, str], n_resamples: int, seed: int) -> list[str]:
+    """Our figures under the thesis's; an ablation has nothing to stand beside."""
+    compared = {arm.partition("-")[0] for arm in arms}
+    if not compared <= REPORTED.keys() or not any(row["config"] in REPORTED for row in rows):
+        return []
+    beside = reported_table(rows, n_resamples, seed)
+    return ["### Beside the thesis", REPORTED_NOTE, beside, PAIRINGS_NOTE, pairings_table()]
+
+
+def count_sentence(n_rows: int, n_files: int, tally: Counter) -> str:
+    left_out = "; ".join(f"{count} {what}" for what, count in tally.items()) or "nothing left out"
+    return f"{n_rows} cases of {n_files} files: {left_out}."
+
+
+def marker_lines(block: str) -> tuple[bytes, bytes]:
+    """What stands around the tables in a page; a name tells several blocks of one page apart."""
+    name = f" {block}" if block else ""
+    return f"<!-- bootstrap:begin{name} -->".encode(), f"<!-- bootstrap:end{name} -->".encode()
+
+
+def write_block(path: Path, block: str, report: str) -> None:
+    """Put the report between two marker lines, leaving every other byte of the file alone."""
+    opening, closing = marker_lines(block)
+    with file_access("write", path, "choose another --markdown"):
+        text = path.read_bytes() or opening + b"\n" + closing + b"\n"
+        before, begin, rest = text.partition(opening)
+        _, end, after = rest.partition(closing)
+        if not (begin and end):
+            raise Refusal(f"{path} has no lines {opening.decode()} and {closing.decode()} in this order; "
+                          "add them where the tables should stand")
+        path.write_bytes(before + begin + f"\n{report}\n".encode() + end + after)
+
+
+def write_files(args: Args, report: str, results: dict) -> list[str]:
+    """The tables and the figures behind them, where they were asked for."""
+    if args.markdown:
+        write_block(args.markdown, args.block, report)
+    if args.json:
+        with file_access("write", args.json, "choose another --json"):
+            args.json.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return [str(path) for path in (args.markdown, args.json) if path]
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------------
+
+
+def check_args(args: Args) -> None:
+    """Refuse options that no report can be made with, before anything is read."""
     if args.n_resamples < 100:
-        raise Refused(f"--n-resamples is {args.n_resamples}, expected at least 100: a 95 % interval needs its tails.")
+        raise Refusal(f"--n-resamples {args.n_resamples} is too few; "
+                      "expected at least 100, since a 95 % interval needs its tails")
     if args.seed < 0:
-        raise Refused(f"--seed is {args.seed}, expected 0 or more.")
-    tally: Counter = Counter()
-    record_files, trace_files = find_files(args.paths, tally)
+        raise Refusal(f"--seed {args.seed} is negative; expected 0 or more")
+    if args.block and not args.markdown:
+        raise Refusal(f"--block {args.block} names marker lines of no file; pass --markdown too")
+    if not re.fullmatch(r"[\w-]*", args.block):
+        raise Refusal(f"--block {args.block!r} is no name; expected letters, digits and dashes")
+
+
+def check_outputs(args: Args) -> None:
+    for path, flag in ((args.markdown, "--markdown"), (args.json, "--json")):
+        if path:
+            check_writable(path, flag)
+
+
+def read_input(paths: tuple[Path, ...], tally: Counter) -> tuple[list[dict], dict[Path, list[dict]], int]:
+    """One row per case, the traces, and how many record files the rows came from."""
+    record_files, trace_files = find_files(paths, tally)
     rows, traces = settle(read_records(record_files, tally), tally), read_traces(trace_files, tally)
     if not rows:
-        raise Refused(
-            f"no record in {', '.join(map(str, args.paths))} ({len(record_files)} record files): run an eval script first."
-        )
-    arms = args.compare or DEFAULT_ARMS
-    unknown = set(args.compare or ()) - {row["arm"] for row in rows}
-    if unknown:
-        known_arms = ", ".join(sorted({row["arm"] for row in rows}))
-        raise Refused(f"--compare names {', '.join(sorted(unknown))}, but the arms here are {known_arms}.")
+        names = ", ".join(map(str, paths))
+        raise Refusal(f"there is no record in {names} ({len(record_files)} record files); run an eval script first")
+    return rows, traces, len(record_files)
 
-    sections, comparisons, all_cells, written = [], [], [], []
+
+def choose_arms(named: tuple[str, str] | None, rows: list[dict]) -> tuple[str, str]:
+    """The two arms to compare; only those that were named have to be there."""
+    known_arms = {row["arm"] for row in rows}
+    unknown = set(named or ()) - known_arms
+    if unknown:
+        raise Refusal(f"--compare names {', '.join(sorted(unknown))}; expected two of {', '.join(sorted(known_arms))}")
+    return named or DEFAULT_ARMS
+
+
+def main(args: Args) -> int:
+    check_args(args)
+    tally: Counter = Counter()
+    rows, traces, n_files = read_input(args.paths, tally)
+    arms, drawing = choose_arms(args.compare, rows), (args.n_resamples, args.seed)
+    check_outputs(args)
+
+    sections, comparisons, all_cells, pictures = [], [], [], []
     for (model, hardware, haystack), group in grouped(rows, "model", "hardware", "haystack"):
         title = f"{model}, {hardware}{f', haystack {haystack}' if haystack else ''}"
-        by_cell = grouped(group, "task", "context_length", "arm")
-        cells = [make_cell(members, args.n_resamples, args.seed) for _, members in by_cell]
-        threads = sorted({str(row["threads"]) for row in group if row["threads"] is not None})
-        memory_kinds = ", ".join(sorted({row["memory_kind"] for row in group if row["memory_kind"]})) or "unknown"
-        sections += [f"### {title}", f"EM % [95 % Wilson] right/n; threads: {' and '.join(threads) or 'unknown'}."]
-        sections += [main_table(cells, memory_kinds), f1_table(cells)]
-        for (task,), members in grouped(group, "task"):
-            if not {row["arm"] for row in members}.isdisjoint(arms):
-                metrics = ("em", "f1") if task in F1_TASKS else ("em",)
-                comparisons += [compare(members, metric, arms, args.n_resamples, args.seed) for metric in metrics]
+        cells = [make_cell(members, *drawing) for _, members in grouped(group, "task", "context_length", "arm")]
+        sections += group_sections(group, cells, title)
+        comparisons += compare_tasks(group, arms, *drawing)
         all_cells += [{"model": model, "hardware": hardware} | asdict(cell) for cell in cells]
         if args.plots:
-            written += draw_group(group, cells, args.plots, title, (model, hardware, haystack))
+            pictures += draw_group(group, cells, args.plots, title, (model, hardware, haystack))
     if args.plots:
-        written += draw_trace_folders(traces, args.plots)
+        pictures += draw_trace_folders(traces, args.plots)
 
-    sections += [comparison_report(comparisons, arms, args.n_resamples, args.seed)]
-    compared = {arm.partition("-")[0] for arm in arms}
-    if compared <= REPORTED.keys() and any(row["config"] in REPORTED for row in rows):  # an ablation has nothing beside the thesis
-        sections += ["### Beside the thesis", REPORTED_NOTE, reported_table(rows, args.n_resamples, args.seed)]
-        sections += [PAIRINGS_NOTE, pairings_table()]
-    tally = Counter({what: count for what, count in sorted(tally.items()) if count})
-    left_out = "; ".join(f"{count} {what}" for what, count in tally.items()) or "nothing left out"
-    sections += [f"{len(rows)} cases of {len(record_files)} files: {left_out}."]
+    left_out = Counter({what: count for what, count in sorted(tally.items()) if count})
+    sections += [comparison_report(comparisons, arms, *drawing), *thesis_sections(rows, arms, *drawing)]
+    sections += [count_sentence(len(rows), n_files, left_out)]
     report = "\n\n".join(filter(None, sections))
-
-    if args.markdown:
-        write_block(args.markdown, report)
-        written.append(str(args.markdown))
-    results = {"rows": len(rows), "comparisons": [asdict(one) for one in comparisons], "left_out": tally}
-    if args.json:
-        args.json.write_text(json.dumps(results | {"cells": all_cells}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        written.append(str(args.json))
-    print(report)
-    print(json.dumps(results | {"written": written}, allow_nan=False))
+    results = {"rows": len(rows), "comparisons": [asdict(one) for one in comparisons], "left_out": left_out}
+    written = pictures + write_files(args, report, results | {"cells": all_cells})
+    with file_access("write", "standard output", "send it to a file, or to a program that reads all of it"):
+        print(report)
+        print(json.dumps(results | {"written": written}, allow_nan=False))
+    return 0
 
 
 if __name__ == "__main__":
     import tyro
 
-    try:
-        main(tyro.cli(Args))
-    except Refused as error:
-        sentence = str(error)
-    except OSError as error:
-        sentence = f"{error.filename or 'output'}: {error.strerror}: name a file or folder that can be read and written."
-    else:
-        sys.exit(0)
-    print(f"bootstrap.py: {sentence}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(run_main(main, tyro.cli(Args)))

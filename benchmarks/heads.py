@@ -33,14 +33,17 @@ together (`--pooled` there). Against KVzip+, the oracle, which has the model rep
     uv run benchmarks/heads.py                              # SmolLM2, 3 needles a haystack: 7 minutes on 2 cores
     uv run benchmarks/heads.py --length 2048 --keep 0.2     # twice the length has to fit the model's window
 
-Writes results/kvzap/<model>/heads-<length>-keep<keep>.png and .json (the maps are `kept`: layers, heads), and prints a
-table; the last line of stdout is the JSON object.
+Writes results/niah/<model>/ablation/heads-<length>-keep<keep>.png and .json (the maps are `kept`: layers, heads), and prints
+a table; the last line of stdout is the JSON object.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
 import numpy as np
 import torch
@@ -55,17 +58,9 @@ STARVED = 0.1  # a head that keeps less of the prompt than this
 
 
 @dataclass
-class Args:
+class Args(core.ModelArgs):
     """Which heads a scorer feeds."""
 
-    model: str = "auto"
-    """as in the scripts"""
-    device: str = "auto"
-    """auto, cpu, cuda"""
-    dtype: str = "auto"
-    """auto, float32, float16 or bfloat16"""
-    quant: str = "auto"
-    """auto, nf4 or none"""
     scorers: tuple[str, ...] = ("kvzap-mlp", "kvzap-linear", "key-norm")
     """compared with the oracle"""
     keep: float = 0.4
@@ -79,21 +74,23 @@ class Args:
     seed: int = 0
     """as in eval_niah.py"""
     out: Path | None = None
-    """the picture, the JSON beside it; default results/kvzap/<model>/heads-<length>-keep<keep>.png"""
+    """the picture, the JSON beside it; default results/niah/<model>/ablation/heads-<length>-keep<keep>.png"""
 
 
-def judge(lm: core.LM, case: core.Case, pruning: core.Pruning, chunk_size: int) -> tuple[np.ndarray, np.ndarray]:
+@torch.inference_mode()
+def judge(run: core.EvalRun, case: core.Case) -> tuple[np.ndarray, np.ndarray]:
     """A scorer's scores of a prompt's n entries, (L, Hkv, n), and the share that each head keeps of them, (L, Hkv)."""
-    input_ids = case.prompt(lm.tokenizer, repeat_query=False).input_ids
-    shape = (lm.model.config.num_hidden_layers, -1, len(input_ids))
-    cache = core.new_cache(lm, core.CONFIGS["L6"], len(input_ids), None, chunk_size, in_flight=False, pruning=pruning)
-    with torch.inference_mode():
-        core.prefill(lm, cache, input_ids, chunk_size, lambda: None)
-        if pruning.scorer in core.ORACLES:
-            core.repeat_prompt(lm, cache, "".join(case.passages.values()), chunk_size, pruning.scorer)
-        scores = torch.stack([buffer.scores[0, : buffer.length] for buffer in cache.buffers()]).cpu()
-        pruning.pruner()(cache)
-    kept = np.array([buffer.length for buffer in cache.buffers()]) / len(input_ids)
+    prompt = case.prompt(run.tokenizer)
+    shape = (run.lm.model.config.num_hidden_layers, -1, len(prompt.input_ids))
+    cache, pruner = run.cache("L6", prompt), core.make_policy(run.args, core.CONFIGS["L6"], prompt, None)
+    with core.attention(run.lm.model, stock=False):
+        for chunk in prompt.input_ids.split(run.args.chunk_size):
+            core.forward(run.lm, cache, chunk)
+        if run.args.scorer in core.ORACLES:
+            run.oracle(case).before_decode(cache)
+    scores = torch.stack([buffer.scores[0, : buffer.length] for buffer in cache.buffers()]).cpu()
+    pruner.before_decode(cache)
+    kept = np.array([buffer.length for buffer in cache.buffers()]) / shape[-1]
     return scores.reshape(shape).numpy(), kept.reshape(shape[:2])
 
 
@@ -137,43 +134,55 @@ def draw(shares: dict[tuple[str, str], np.ndarray], keep: float, path: Path) -> 
     plt.close(figure)
 
 
+class HeadsRun(core.NeedleRun):
+    """An evaluation that writes no rows: its cases are judged head by head, by one scorer after the other."""
+
+    def judge_by(self, scorer: str, cases: list[core.Case], progress: tqdm) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The scores of each case's entries, and the share that each head keeps of them."""
+        self.args, self.surrogates = core.settle_pruning(replace(self.given, scorer=scorer), self.names, self.runtime,
+                                                         self.model_configs[self.given.lengths[0]])
+        core.check_fingerprint(self.surrogates, self.lm.model)
+        judged = []
+        for case in cases:
+            judged.append(judge(self, case))
+            progress.update()
+        return tuple(zip(*judged))
+
+
 def main(args: Args) -> int:
     """Score every case by every scorer; a map and a line of the table for each scorer and haystack."""
-    asked = core.Args(config="L6", lengths=(args.length,), n=args.n, seed=args.seed, scorer=ORACLE, keep=args.keep,
-                      pooled=True, prune_at="prefill")
-    names = core.check_run(asked)
-    runtime = core.resolve_runtime(args.model, args.device, args.dtype, args.quant)
-    print(runtime, flush=True)
-    model_config, tokenizer = core.load_config(runtime.name), core.load_tokenizer(runtime.name)
-    core.fit_prompt(asked, names, model_config, runtime.name, args.length)
-    folder = ROOT / "results" / "kvzap" / core.model_folder(runtime)
+    asked = core.Args(args.model, args.device, args.dtype, args.quant, config="L6", lengths=(args.length,), n=args.n,
+                      seed=args.seed, scorer=ORACLE, keep=args.keep, pooled=True, prune_at="prefill")
+    for scorer in args.scorers:
+        core.check_run(replace(asked, scorer=scorer), core.ORACLES)
+    run = HeadsRun(asked, core.TASK, core.NEEDLE_FLAGS, core.roomy_config)
+    folder = ROOT / "results" / core.TASK / core.model_folder(run.runtime) / "ablation"
     out = args.out or folder / f"heads-{args.length}-keep{args.keep:g}.png"
     core.check_writable(out, "--out")
-    prunings = {scorer: core.read_pruning(names, runtime, model_config, asked.window, None, asked.prune_at, None, scorer,
-                                          asked.keep, asked.pooled) for scorer in (ORACLE, *args.scorers)}
+    for scorer in args.scorers:  # what cannot be had is refused before weights load
+        core.settle_pruning(replace(asked, scorer=scorer), run.names, run.runtime, run.model_configs[args.length])
     cases = {}
     for haystack in args.haystacks:
         needles = replace(asked, haystack=haystack)
-        sentences = core.cut_sentences(core.read_haystack(haystack))
-        cases[haystack] = [core.make_case(needles, core.TASK, tokenizer, sentences, args.length, i) for i in range(args.n)]
-    lm = core.load_model(runtime, model_config, tokenizer)
+        cases[haystack] = core.make_needles(needles, core.TASK, run.tokenizer, core.read_haystack(haystack))
+    run.surrogates = None
+    run.lm = run.load(run.model_configs[args.length])
     shares, agreement = {}, {}
-    with tqdm(total=len(prunings) * args.n * len(cases), desc="heads", unit="case") as progress:
+    with tqdm(total=(1 + len(args.scorers)) * args.n * len(cases), desc="heads", unit="case") as progress:
         for haystack in cases:
-            oracle_scores = []
-            for scorer, pruning in prunings.items():
-                core.check_fingerprint(pruning, lm.model)
-                judged = []
-                for case in cases[haystack]:
-                    judged.append(judge(lm, case, pruning, asked.chunk_size))
-                    progress.update()
-                scores, kept = zip(*judged)
+            oracle_scores = None
+            for scorer in (ORACLE, *args.scorers):
+                scores, kept = run.judge_by(scorer, cases[haystack], progress)
                 oracle_scores = oracle_scores or scores
                 r2 = [mean_r2(*pair) for pair in zip(scores, oracle_scores)]
                 agreement[haystack, scorer] = None if None in r2 else float(np.mean(r2))
                 shares[haystack, scorer] = np.mean(kept, axis=0)
     draw(shares, args.keep, out)
+    return tell(args, run.runtime, shares, agreement, out)
 
+
+def tell(args: Args, runtime: core.Runtime, shares: dict, agreement: dict, out: Path) -> int:
+    """Print the table, write the JSON."""
     facts = [{"haystack": haystack, "scorer": scorer, "r2": agreement[haystack, scorer],
               **compare(share, shares[haystack, ORACLE]), "kept": share.round(4).tolist()}
              for (haystack, scorer), share in shares.items()]

@@ -30,11 +30,12 @@ other's checkpoints and gives the same scores; then cases of eval_niah.py are ru
     uv run benchmarks/peer_kvpress.py --threshold -4
     uv run benchmarks/peer_kvpress.py --methods none kvzap --lengths 8192 --n 3 --threshold -4
 
-Writes results/kvzap/peer/<method>[-<haystack>].jsonl with the fields of the evaluation's rows, and resumes;
+Writes results/niah/smollm2/peer/<method>[-<haystack>].jsonl with the fields of the evaluation's rows, and resumes;
 `compression_ratio` of kvzap is the share that is masked, and its `kv_bytes_decode` what is held all the same.
 """
 
 import hashlib
+import os
 import sys
 import tempfile
 import time
@@ -42,6 +43,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
 import numpy as np
 import torch
@@ -53,9 +56,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-if not hasattr(imported := sys.modules["transformers"], "GgufConfig"):  # kvpress has put another module object there
-    imported.GgufConfig = None  # of a later version; the functions used here need none
-
 import eval_niah as niah  # noqa: E402
 
 METHODS = ("none", "knorm", "snapkv", "kvzap")
@@ -71,7 +71,7 @@ class Args:
     """which to run"""
     keep: float = 0.4
     """share that knorm and snapkv keep"""
-    surrogates: Path = ROOT / "results" / "kvzap" / "smollm2" / "mlp"
+    surrogates: Path = ROOT / "results" / "surrogates" / "smollm2" / "mlp"
     """our checkpoint"""
     lengths: tuple[int, ...] = (4096,)
     """as in eval_niah.py"""
@@ -123,7 +123,7 @@ def make_press(args: Args, method: str, model):
 @torch.inference_mode()
 def answer(lm: niah.LM, press, input_ids: torch.Tensor, max_new_tokens: int) -> niah.Generation:
     """One shot, then greedy decoding, all under the press; what is masked counts as removed, and as held."""
-    result, cache = niah.Generation(n_prompt_tokens=len(input_ids)), DynamicCache()
+    result, cache = niah.Generation(n_prompt_tokens=len(input_ids), n_read=len(input_ids)), DynamicCache()
     times = [time.perf_counter()]
     with press(lm.model) if press is not None else torch.inference_mode():
         logits = lm.model(input_ids[None], past_key_values=cache, logits_to_keep=1).logits
@@ -151,29 +151,27 @@ def answer(lm: niah.LM, press, input_ids: torch.Tensor, max_new_tokens: int) -> 
     return result
 
 
-def run_case(args: Args, lm: niah.LM, method: str, press, case) -> dict:
+def run_case(args: Args, lm: niah.LM, method: str, press, case: niah.Case) -> dict:
     """A row, with the fields of the evaluation's."""
-    meter = niah.MemoryMeter(lm.device)
+    meter, prompt = niah.MemoryMeter(lm.device), case.prompt(lm.tokenizer)
     meter.reset()
-    facts = niah.generation_facts(answer(lm, press, case.prompt(lm.tokenizer, False).input_ids, args.max_new_tokens), lm, meter)
-    prediction = niah.first_number(facts["text"])
-    return {"task": "niah", "config": f"kvpress-{method}", "model": "smollm2", "case_id": case.case_id, "group_id": case.case_id,
-            "seed": args.seed, "haystack": args.haystack, "context_length": case.length, "depth_percent": case.depth_percent,
-            "answers": [case.value], "prediction": prediction, "em": niah.exact_match(prediction, [case.value]),
-            "f1": niah.token_f1(prediction, [case.value]), "question_aware": method == "snapkv", **facts,
-            "evictions": 0, "threshold": args.threshold if method == "kvzap" else None, "error": None, "device": "cpu",
-            "hardware": niah.cpu_name(), "dtype": str(lm.model.dtype).removeprefix("torch."), "quant": "none",
-            "threads": torch.get_num_threads(),
-            "versions": {"transformers": transformers.__version__, "torch": torch.__version__, "kvpress": version("kvpress")},
-            "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-            "created": datetime.now(UTC).isoformat(timespec="seconds")}
+    facts = niah.generation_facts(answer(lm, press, prompt.input_ids, args.max_new_tokens), lm, meter)
+    return niah.make_row(
+        task=niah.TASK, config=f"kvpress-{method}", model="smollm2", case_id=case.case_id, group_id=case.group_id,
+        seed=args.seed, haystack=args.haystack, context_length=case.length, depth_percent=case.depth_percent,
+        answers=case.answers, question_aware=method == "snapkv", evictions=0,
+        threshold=args.threshold if method == "kvzap" else None, device="cpu", hardware=niah.cpu_name(),
+        dtype=str(lm.model.dtype).removeprefix("torch."), quant="none", threads=torch.get_num_threads(),
+        versions={"transformers": transformers.__version__, "torch": torch.__version__, "kvpress": version("kvpress")},
+        script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"), **facts,
+        **niah.score(niah.first_number(facts["text"]), case.answers))
 
 
 def main(args: Args) -> int:
     """Show that the checkpoints interoperate, then run the cases of each method."""
-    unknown = [method for method in args.methods if method not in METHODS]
-    if unknown:
-        raise niah.Refusal(f"--methods {' '.join(unknown)} is unknown; expected some of {', '.join(METHODS)}")
+    for method in args.methods:
+        niah.check_choice("--methods", method, METHODS)
     source, gguf = niah.model_source("smollm2")
     config, tokenizer = AutoConfig.from_pretrained(source, **gguf), AutoTokenizer.from_pretrained(source, **gguf)
     interoperate(args.surrogates, config)
@@ -181,20 +179,20 @@ def main(args: Args) -> int:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **gguf).eval()
     model.config.name_or_path = "smollm2"
     lm = niah.LM(model, tokenizer, torch.device("cpu"))
-    case_args = niah.Args(haystack=args.haystack, n=args.n, seed=args.seed, max_new_tokens=args.max_new_tokens)
-    sentences = niah.cut_sentences(niah.read_haystack(args.haystack))
-    cases = [niah.make_case(case_args, "niah", tokenizer, sentences, length, i) for length in args.lengths for i in range(args.n)]
+    asked = niah.Args(haystack=args.haystack, lengths=args.lengths, n=args.n, seed=args.seed, max_new_tokens=args.max_new_tokens)
+    cases = niah.make_needles(asked, niah.TASK, tokenizer, niah.read_haystack(args.haystack))
     files = {}
     for method in args.methods:
         press = make_press(args, method, model)
         settings = {"method": method, "threshold": args.threshold, "keep": args.keep, "window": args.window, "n": args.n,
                     "seed": args.seed, "max_new_tokens": args.max_new_tokens}
-        path = ROOT / "results" / "kvzap" / "peer" / (method + f"-{args.haystack}" * (args.haystack != "noise") + ".jsonl")
-        files[method] = niah.RecordFile(path, settings, args.fresh)
+        suffix = "" if args.haystack == "noise" else f"-{args.haystack}"
+        folder = ROOT / "results" / niah.TASK / "smollm2" / "peer"
+        files[method] = niah.RecordFile(folder / f"{method}{suffix}.jsonl", settings, args.fresh)
         for case in tqdm(cases, desc=method, unit="case"):
             if not files[method].is_done(case.case_id):
                 files[method].write(run_case(args, lm, method, press, case))
-    return niah.report("niah", files, {case.case_id for case in cases})
+    return niah.report(niah.TASK, files, {case.case_id for case in cases})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The commands behind the figures in results/ and in the README, in order. Each run resumes where it stopped; together
-# they take most of a day on 2 cores. SQUAD is a SQuAD v1.1 JSON file: ours was the half of the dev set (24 articles) that
-# github.com/bloomsburyai/question-generation keeps as data/test-v1.1.json, prompts having been designed on the other.
+# The commands behind the files in results/ and the figures in results/README.md and README.md, in order. Each run resumes
+# where it stopped; together they take most of a day on 2 cores. SQUAD is a SQuAD v1.1 JSON file: ours was the half of the
+# dev set (24 articles) that github.com/bloomsburyai/question-generation keeps as data/test-v1.1.json, prompts having been
+# designed on the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SQUAD=${SQUAD:-dev-v1.1-part2.json}
@@ -11,7 +12,17 @@ uv run eval_niah.py --config all
 uv run eval_niah.py --config all --haystack prose
 uv run eval_niah.py --config L3 --evict-at chunk --lengths 8192
 
-# KVzap: the surrogates, then L6 (the default threshold is stored with them)
+# The KV bytes of one needle, step by step. A trace is appended to, so it begins anew; its row is not kept
+trace() { # name of the trace, flags of the evaluation
+    local file=results/niah/smollm2/$1.trace.jsonl; shift
+    rm -f "$file"
+    uv run eval_niah.py --lengths 4096 --n 1 --out "$(mktemp -d)/row.jsonl" --trace "$file" "$@"
+}
+trace L2 --config L2
+trace L3 --config L3
+trace L3-inflight --config L3 --evict-at chunk
+
+# KVzap: the surrogates (results/surrogates/smollm2), then L6 (the default threshold is stored with them) and kvpress
 uv run train_kvzap.py --threshold -3
 for haystack in noise prose; do
     uv run eval_niah.py --config L6 --haystack "$haystack"
@@ -25,7 +36,7 @@ prune() { # task, suffix of the files, scorers, flags of the evaluation
         scorer=${form%-pooled} pooled=${form#"$scorer"}
         for keep in 0.6 0.4 0.2; do
             arms+=(-- --scorer "$scorer" --keep "$keep" ${pooled:+--pooled}
-                   --out "results/kvzap/ablation/$task/smollm2/L6-$scorer-keep$keep$pooled$suffix.jsonl")
+                   --out "results/$task/smollm2/ablation/L6-$scorer-keep$keep$pooled$suffix.jsonl")
         done
     done
     uv run benchmarks/sweep.py "eval_$task" --config L6 --prune-at prefill "$@" "${arms[@]}"
@@ -42,7 +53,7 @@ prune stress "" "$BEST" --lengths 16384
 # Which heads the scorers feed where all share one budget, and how far they agree with the oracle
 uv run benchmarks/heads.py
 
-# SQuAD 8k; what evicts after prefill shares the prefill
+# SQuAD 8k: 15 questions, then 60 for those that share a prefill
 uv run eval_squad.py --config all --squad "$SQUAD"
 for file in "$SQUAD" data/squad_cognito.json; do
     uv run benchmarks/sweep.py eval_squad --squad "$file" --n 60 -- --config L2 -- --config L3 -- --config L4
@@ -58,8 +69,12 @@ uv run eval_stress.py --config L3 --kv-budget 4096 --evict-at chunk
 # Speed
 uv run benchmarks/bench_kv.py --repeats 2
 
+# The demo of README.md: prints, and writes nothing
+uv run cognito_run.py
+
 # Tables and pictures
-uv run bootstrap.py --markdown README.md --plots results/plots
-uv run bootstrap.py results/kvzap results/niah/smollm2/L2{,-prose}.jsonl results/squad/smollm2/L2-squad_cognito.jsonl \
-    results/stress/smollm2/L2.jsonl --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
-    --markdown results/kvzap/README.md --plots results/kvzap/plots
+uv run bootstrap.py --markdown results/README.md --plots results/plots
+uv run bootstrap.py results/{niah,squad,stress}/smollm2/ablation results/niah/smollm2/L2{,-prose}.jsonl \
+    results/squad/smollm2/L2-squad_cognito.jsonl results/stress/smollm2/L2.jsonl \
+    --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
+    --markdown results/README.md --block ablation --plots results/plots/ablation

@@ -1,4 +1,4 @@
-"""Puts the scripts on the path, and offers tiny random models of every supported architecture."""
+"""Puts the scripts on the path, and offers tiny random models of every supported architecture, and a way to read."""
 
 import sys
 from pathlib import Path
@@ -30,6 +30,17 @@ def tiny_config(architecture: str):
     return AutoConfig.for_model(architecture, **{**TINY, **ARCHITECTURES[architecture]})
 
 
+def read(lm, cache, ids, chunk: int | None = None, policy=None):
+    """Read `ids` (T,), within `attention`, in chunks or in one, the policy after each; the last token's logits (V,)."""
+    import cognito_run as core
+
+    for part in ids.split(chunk or len(ids)):
+        logits = core.forward(lm, cache, part)
+        if policy is not None:
+            policy.after_chunk(cache)
+    return logits
+
+
 @pytest.fixture(params=ARCHITECTURES)
 def tiny_model(request):
     """A random fp32 model; big initial weights, so that attention is far from uniform and a fault shows."""
@@ -39,7 +50,7 @@ def tiny_model(request):
     torch.manual_seed(0)
     config = tiny_config(request.param)
     config.initializer_range = 0.2
-    if request.param == "phi3":  # what load_config does where a run passes the original window
+    if request.param == "phi3":  # what fit_window does where a run passes the original window
         config.rope_parameters = {**config.rope_parameters, "short_factor": config.rope_parameters["long_factor"]}
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 

@@ -73,6 +73,7 @@ def refusal(*args):
     assert (result.returncode, result.stdout) == (2, ""), result
     assert "Traceback" not in result.stderr
     assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ") and not result.stderr.endswith(".\n")
     return result.stderr
 
 
@@ -81,7 +82,7 @@ def report(capsys):
     """Runs main in this process; returns the printed text and the object of its last line."""
 
     def call(*paths, **options):
-        bootstrap.main(bootstrap.Args(paths=tuple(paths), **options))
+        assert bootstrap.main(bootstrap.Args(paths=tuple(paths), **options)) == 0
         text = capsys.readouterr().out
         return text, json.loads(text.splitlines()[-1])
 
@@ -91,6 +92,33 @@ def report(capsys):
 def comparison(results, task="niah", metric="em"):
     (one,) = (one for one in results["comparisons"] if (one["task"], one["metric"]) == (task, metric))
     return one
+
+
+# --- the contract of a row ---------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_these_tests_keep_the_contract():
+    for row in (record("L3", 0, 1), record("L3", 1, 0, f1=0.5), out_of_memory("L3", 2)):
+        assert bootstrap.row_fault(row) is None
+
+
+def test_the_committed_rows_keep_the_contract():
+    files = [path for path in sorted((ROOT / "results").rglob("*.jsonl"))
+             if not path.name.endswith(".trace.jsonl") and path.parent.name != "bench"]
+    rows = [(path, json.loads(line)) for path in files for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert {fault for path, row in rows if (fault := (path.name, bootstrap.row_fault(row)))[1]} == set()
+    assert len(rows) > 2000
+
+
+def test_the_fields_that_are_read_are_in_the_schema():
+    source = SCRIPT.read_text(encoding="utf-8")
+    reading = source[source.index("# --- reading ---") :]
+    read = set(re.findall(r'\b(?:row|rows\[0\])(?:\[|\.get\()"(\w+)"', reading))
+    read |= set(re.findall(r'\b(?:known|mean_of)\(\w+, "(\w+)"\)', reading)) | set(bootstrap.ONE_PER_FILE)
+    made = {"arm", "where"}  # by read_records
+    of_traces = {"event", "step", "n_seen", "kv_bytes"}
+    assert {"em", "hardware", "scorer", "kv_bytes_decode", "settings_hash"} <= read
+    assert read - made - of_traces <= bootstrap.SCHEMA.keys()
 
 
 # --- the thesis's counts -----------------------------------------------------------------------------------------------------
@@ -421,13 +449,13 @@ def change(line, **fields):
         (lambda text: text.replace("}\n{", "}{").rstrip("\n"), "L3.jsonl:1", "more than one JSON value"),
         (lambda text: text.replace(":", "", 1), "L3.jsonl:1", "no valid JSON"),
         (lambda text: text[:-40] + "\n", "L3.jsonl:12", "no valid JSON"),
-        (lambda text: "[1]\n" + text, "L3.jsonl:1", "JSON list"),
-        (lambda text: text.replace('"em": ', '"m": ', 1), "L3.jsonl:1", "lacks em"),
+        (lambda text: "[1]\n" + text, "L3.jsonl:1", "a JSON list; expected one object a line"),
+        (lambda text: text.replace('"em": ', '"m": ', 1), "L3.jsonl:1", "lacks em;"),
         (change(2, em=float("nan")), "L3.jsonl:2", "NaN"),
         (change(2, em="1"), "L3.jsonl:2", "em is '1'"),
         (change(2, em=0.5), "L3.jsonl:2", "em is 0.5"),
         (change(2, em=None), "L3.jsonl:2", "em is None"),
-        (change(2, f1=1.5), "L3.jsonl:2", "f1 is 1.5"),
+        (change(2, f1=1.5), "L3.jsonl:2", "f1 is 1.5, expected a number from 0 to 1 or null;"),
         (change(2, kv_bytes_decode="12"), "L3.jsonl:2", "kv_bytes_decode is '12'"),
         (lambda text: text.replace('"itl_ms_mean": 20.0', '"itl_ms_mean": 1e999', 1), "L3.jsonl:1", "itl_ms_mean is inf"),
         (change(3, settings_hash="other"), "L3.jsonl:3", "settings_hash is 'other' but 'L3' above"),
@@ -438,7 +466,7 @@ def change(line, **fields):
     ],
 )
 def test_damage_that_is_refused(two_arms, edit, place, fault):
-    with pytest.raises(bootstrap.Refused) as refused:
+    with pytest.raises(bootstrap.Refusal) as refused:
         bootstrap.main(bootstrap.Args(paths=(damaged(two_arms, edit),)))
     assert place in str(refused.value)
     assert fault in str(refused.value)
@@ -477,9 +505,9 @@ def test_one_group_gives_no_interval(two_arms, report):
 
 
 def test_no_rows(tmp_path):
-    assert "does not exist: run an eval script first" in refusal(tmp_path / "results")
+    assert "does not exist; run an eval script first" in refusal(tmp_path / "results")
     write(tmp_path / "empty/L3.jsonl", [])
-    assert "no record in" in refusal(tmp_path / "empty")
+    assert f"no record in {tmp_path / 'empty'} (1 record files); run an eval script first" in refusal(tmp_path / "empty")
 
 
 def test_other_files_are_ignored_and_counted(two_arms, report):
@@ -488,9 +516,17 @@ def test_other_files_are_ignored_and_counted(two_arms, report):
     assert "lacks task" in refusal(two_arms / "training.jsonl")
 
 
-@pytest.mark.parametrize("option", [("--n-resamples", "0"), ("--seed", "-1")])
-def test_senseless_options(two_arms, option):
-    assert f"{option[0]} is {option[1]}, expected" in refusal(two_arms, *option)
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--n-resamples", "50"), "--n-resamples 50 is too few; expected at least 100, since a 95 % interval needs its tails"),
+        (("--seed", "-1"), "--seed -1 is negative; expected 0 or more"),
+        (("--block", "ablation"), "--block ablation names marker lines of no file; pass --markdown too"),
+        (("--block", "a -->", "--markdown", "page.md"), "--block 'a -->' is no name; expected letters, digits and dashes"),
+    ],
+)
+def test_senseless_options(two_arms, options, sentence):
+    assert refusal(two_arms, *options) == f"error: {sentence}\n"
 
 
 # --- what is written ---------------------------------------------------------------------------------------------------------
@@ -500,17 +536,36 @@ def test_markdown_block(two_arms, report):
     path = two_arms / "README.md"
     text, results = report(two_arms, markdown=path)
     tables = text.removesuffix("\n").rpartition("\n")[0]
-    assert path.read_text(encoding="utf-8") == f"{bootstrap.BLOCK_BEGIN}\n{tables}\n{bootstrap.BLOCK_END}\n"
+    begin, end = "<!-- bootstrap:begin -->", "<!-- bootstrap:end -->"
+    assert path.read_text(encoding="utf-8") == f"{begin}\n{tables}\n{end}\n"
     assert results["written"] == [str(path)]
 
-    around = f"# Title\r\n\r\n{bootstrap.BLOCK_BEGIN}\nold\n{bootstrap.BLOCK_END}\r\nend".encode()
+    around = f"# Title\r\n\r\n{begin}\nold\n{end}\r\nend".encode()
     path.write_bytes(around)
     report(two_arms, markdown=path)
     assert path.read_bytes() == around.replace(b"old", tables.encode())
 
-    path.write_text(f"{bootstrap.BLOCK_END} {bootstrap.BLOCK_BEGIN}", encoding="utf-8")
+    path.write_text(f"{end} {begin}", encoding="utf-8")
     assert "add them where the tables should stand" in refusal(two_arms, "--markdown", path)
-    assert path.read_text(encoding="utf-8").startswith(bootstrap.BLOCK_END)
+    assert path.read_text(encoding="utf-8") == f"{end} {begin}"
+
+
+def test_one_page_holds_several_blocks(two_arms, report):
+    page = two_arms / "README.md"
+    report(two_arms, markdown=page, block="ablation")
+    named = page.read_text(encoding="utf-8")
+    assert named.startswith("<!-- bootstrap:begin ablation -->\n###") and named.endswith("\n<!-- bootstrap:end ablation -->\n")
+    assert "has no lines <!-- bootstrap:begin --> and <!-- bootstrap:end --> in this" in refusal(two_arms, "--markdown", page)
+
+    page.write_text(f"{named}\n<!-- bootstrap:begin -->\nold\n<!-- bootstrap:end -->\n", encoding="utf-8")
+    report(two_arms / "L3.jsonl", markdown=page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(named) and "old" not in text
+    assert text.endswith("12 cases of 1 files: nothing left out.\n<!-- bootstrap:end -->\n")
+
+    plain = text.removeprefix(named)
+    report(two_arms / "L4.jsonl", markdown=page, block="ablation")
+    assert page.read_text(encoding="utf-8") != text and page.read_text(encoding="utf-8").endswith(plain)
 
 
 def test_json_file_and_unwritable_output(two_arms, report):
@@ -518,22 +573,34 @@ def test_json_file_and_unwritable_output(two_arms, report):
     report(two_arms, json=path)
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     assert [(cell["arm"], cell["n_right"], cell["n"]) for cell in cells] == [("L3", 12, 12), ("L4", 4, 12)]
-    assert "name a file or folder that can be read and written" in refusal(two_arms, "--json", two_arms / "missing" / "all.json")
+    for flag in ("--json", "--markdown", "--plots"):
+        inside = two_arms / "L3.jsonl" / "all"
+        assert re.fullmatch(rf"error: cannot write {inside} \(.+\); choose another {flag}\n", refusal(two_arms, flag, inside))
 
 
-ABLATION = ["results/kvzap", "results/niah/smollm2/L2.jsonl", "results/niah/smollm2/L2-prose.jsonl",
-            "results/squad/smollm2/L2-squad_cognito.jsonl", "results/stress/smollm2/L2.jsonl"]
+def test_what_cannot_be_read_is_one_sentence(two_arms):
+    (two_arms / "L5.jsonl").mkdir()
+    assert re.search(r"cannot read .*L5\.jsonl \(Is a directory\); name files that can be read", refusal(two_arms))
+    too_long = two_arms / ("x" * 300)
+    assert f"cannot read {too_long} (File name too long); name files that can be read" in refusal(too_long)
 
 
-@pytest.mark.parametrize("page, paths, arms", [
-    ("README.md", ["results"], None),
-    ("results/kvzap/README.md", ABLATION, ("L6-kvzap-mlp-keep0.4-pooled", "L6-key-norm-keep0.4")),
+ABLATION = [*(f"results/{task}/smollm2/ablation" for task in ("niah", "squad", "stress")), "results/niah/smollm2/L2.jsonl",
+            "results/niah/smollm2/L2-prose.jsonl", "results/squad/smollm2/L2-squad_cognito.jsonl",
+            "results/stress/smollm2/L2.jsonl"]
+
+
+@pytest.mark.parametrize("block, paths, arms", [
+    ("", ["results"], None),
+    ("ablation", ABLATION, ("L6-kvzap-mlp-keep0.4-pooled", "L6-key-norm-keep0.4")),
 ])
-def test_tables_are_those_of_the_committed_rows(page, paths, arms, report):
+def test_tables_are_those_of_the_committed_rows(block, paths, arms, report):
+    page = "results/README.md"
+    begin, end = (line.decode() for line in bootstrap.marker_lines(block))
     text = (ROOT / page).read_text(encoding="utf-8")
-    block = text.partition(bootstrap.BLOCK_BEGIN + "\n")[2].partition("\n" + bootstrap.BLOCK_END)[0]
+    tables = text.partition(begin + "\n")[2].partition("\n" + end)[0]
     printed = report(*(ROOT / path for path in paths), compare=arms)[0].removesuffix("\n").rpartition("\n")[0]
-    assert block == printed, f"the tables are old: benchmarks/reference.sh has the command that writes them to {page}"
+    assert tables == printed, f"the tables are old: benchmarks/reference.sh has the command that writes them to {page}"
 
 
 def trace(case, eviction):
@@ -587,7 +654,7 @@ def test_pictures_have_room_for_their_text(two_arms, report, monkeypatch):
         name = f"L6-{scorer}-keep0.4" + "-pooled" * pooled
         write(two_arms / f"ablation/{name}-prose.jsonl", [row | {"scorer": scorer, "keep": 0.4, "pooled": pooled} for row in rows])
     write(two_arms / "L2.trace.jsonl", trace("a", []))
-    report(two_arms, plots=two_arms / "plots")
+    report(two_arms, two_arms / "ablation", plots=two_arms / "plots")
     assert len(figures) == 11
     for name, figure in figures:
         figure.draw_without_rendering()
@@ -621,13 +688,28 @@ def test_removed_fraction_of_each_way_of_pruning(two_arms):
     assert [line.get_ydata()[0] for line in axis.lines if line.get_label() == "L2, full cache"] == [100]
 
 
-def test_ablations_are_read_where_they_are_named(two_arms, report):
-    results = two_arms.parents[1]
-    write(results / "kvzap/niah/L6-random-keep0.4.jsonl", [row | {"scorer": "random", "keep": 0.4, "pooled": False} for row in arm("L6", [1] * 12)])
-    outcome = report(results)
-    assert "1 ablation files under kvzap/ ignored" in str(outcome)
-    assert "L6-random-keep0.4" not in str(outcome) and "L6-random-keep0.4" in str(report(results / "kvzap"))
-    text, _ = report(results / "kvzap", two_arms / "L3.jsonl", compare=("L3", "L6-random-keep0.4"))
+def test_ablations_and_peers_are_read_where_they_are_named(two_arms, report):
+    pruned = [row | {"scorer": "random", "keep": 0.4, "pooled": False} for row in arm("L6", [1] * 12)]
+    write(two_arms / "ablation/L6-random-keep0.4.jsonl", pruned)
+    for method in ("knorm", "snapkv"):  # a peer names its files by its own methods
+        write(two_arms / f"peer/{method}.jsonl", arm(f"kvpress-{method}", [1] * 12))
+    for parent in (two_arms, two_arms.parents[1]):
+        text, results = report(parent)
+        assert results["left_out"] == {
+            "ablation files ignored (name that folder to read them)": 1,
+            "peer files ignored (name that folder to read them)": 2,
+        }
+        assert "1 ablation files ignored (name that folder to read them); 2 peer files ignored" in text
+        assert results["rows"] == 24 and "L6-random-keep0.4" not in text and "knorm" not in text
+
+    text, results = report(two_arms / "ablation")
+    assert "| L6-random-keep0.4 " in text and results["left_out"] == {}
+    text, results = report(two_arms / "peer")
+    assert "| knorm " in text and "| snapkv " in text and results["left_out"] == {}
+    assert "| knorm " in report(two_arms / "peer/knorm.jsonl")[0]
+    text, results = report(two_arms, two_arms / "ablation")
+    assert results["left_out"] == {"peer files ignored (name that folder to read them)": 2} and results["rows"] == 36
+    text, _ = report(two_arms / "ablation", two_arms / "L3.jsonl", compare=("L3", "L6-random-keep0.4"))
     assert "| L3 " in text and "thesis" not in text
 
 
@@ -644,6 +726,7 @@ def test_bad_trace_is_refused(two_arms):
 
 
 def test_starts_without_the_libraries_it_may_not_need():
-    code = "import sys, bootstrap; print([name for name in ('matplotlib', 'tyro') if name in sys.modules])"
+    names = ("matplotlib", "tyro", "torch", "transformers")
+    code = f"import sys, bootstrap; print([name for name in {names} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr

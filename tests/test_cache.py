@@ -42,14 +42,14 @@ def oracle_logits(model, input_ids, hidden=None):
 @torch.inference_mode()
 def paged_logits(model, cache, input_ids, chunk, after_chunk=None):
     """All logits of a chunked reading, position by position."""
-    core.use_attention(model, stock=False)
     out = []
-    for part in input_ids.split(chunk or len(input_ids)):
-        start = cache.get_seq_length()
-        positions = torch.arange(start, start + len(part))[None]
-        out.append(model(input_ids=part[None], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True).logits[0])
-        if after_chunk is not None:
-            after_chunk()
+    with core.attention(model, stock=False):
+        for part in input_ids.split(chunk or len(input_ids)):
+            start = cache.get_seq_length()
+            positions = torch.arange(start, start + len(part))[None]
+            out.append(model(input_ids=part[None], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True).logits[0])
+            if after_chunk is not None:
+                after_chunk()
     return torch.cat(out)
 
 
@@ -69,11 +69,44 @@ def test_chunked_reading_equals_one_shot(tiny_model, ids, chunk, ragged):
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_stock_and_paged_agree(tiny_model, ids, chunk):
     """L2's logits are L1's."""
-    core.use_attention(tiny_model, stock=True)
-    with torch.inference_mode():
+    with torch.inference_mode(), core.attention(tiny_model, stock=True):
         stock = tiny_model(input_ids=ids[None]).logits[0]
     got = paged_logits(tiny_model, core.PagedCache(tiny_model.config), ids, chunk)
     assert (got - stock).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_attention_is_lent(ids):
+    """What a model ran before `attention` it runs after it, also after an error in it, and after one within another."""
+    from conftest import tiny_config
+    from transformers import AutoModelForCausalLM
+
+    model, calls = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32).eval(), []
+    AttentionInterface.register("counted", lambda *args, **kwargs: calls.append(1) or oracle_attention(*args, **kwargs))
+    AttentionMaskInterface.register("counted", lambda *args, **kwargs: None)
+    model.set_attn_implementation("counted")
+
+    def runs() -> str:
+        calls.clear()
+        try:
+            model(input_ids=ids[None], use_cache=False)
+        except TypeError:  # ours asks for the cache, which it is not given here
+            return "ours"
+        return "counted" if calls else "stock"
+
+    assert runs() == "counted"
+    for stock, inner, outer in ((True, "ours", "stock"), (False, "stock", "ours")):
+        with core.attention(model, stock):
+            assert runs() == outer
+            with core.attention(model, not stock):
+                assert runs() == inner
+            with pytest.raises(ZeroDivisionError), core.attention(model, not stock):
+                1 / 0
+            assert runs() == outer
+        assert runs() == "counted"
+        with pytest.raises(ZeroDivisionError), core.attention(model, stock), core.attention(model, not stock):
+            1 / 0
+        assert runs() == "counted"
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -105,7 +138,7 @@ def test_segments_evicted_in_flight(tiny_model, ids, chunk):
     boundary = []
 
     def evict():
-        pager(cache)
+        pager.evict(cache)
         for spans in pager.out.values():
             for a, b in spans:
                 hidden[cache.get_seq_length() :, a:b] = True
@@ -123,7 +156,7 @@ def test_key_norm_evicts_per_head(tiny_model, ids, chunk, ragged):
     """L4: every head keeps its own entries; a multi-token step after it is causal within itself."""
     cache = core.PagedCache(tiny_model.config, ragged=ragged)
     paged_logits(tiny_model, cache, ids[:N_PROMPT], chunk)
-    core.KeyNormEvictor(budget=20)(cache)
+    core.KeyNorm(budget=20).evict(cache)
     kept = [torch.cat([b.entries()[2] for b in layer.buffers]) for layer in cache.layers]
     assert all(k.shape == (2, 20) for k in kept)
     hidden = []
@@ -204,7 +237,7 @@ def test_rope_drift(ids):
         paged_logits(model, cache, ids[:N_PROMPT], 32)
         cache.evict([(10, 60)])
         positions = torch.arange(first_position, first_position + N_MORE)[None]
-        with torch.inference_mode():
+        with torch.inference_mode(), core.attention(model, stock=False):
             return model(input_ids=ids[None, N_PROMPT:], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True).logits[0]
 
     assert (after_eviction(N_PROMPT) - want).abs().max() < 1e-4

@@ -172,12 +172,14 @@ def test_good_run_as_a_process(tmp_path):
     assert all(event["score"] > 0 and event["lag"] >= 0 for event in events if event["event"] == "evict")
 
 
-def evaluate(**given) -> int:
-    return niah.run_main(niah.main, niah.Args(**{**CPU, "n": 1, "lengths": (LENGTH,), **given}))
+def evaluate(Run=niah.NeedleRun, **given) -> int:
+    return niah.run_main(lambda args: niah.main(args, Run), niah.Args(**{**CPU, "n": 1, "lengths": (LENGTH,), **given}))
 
 
 def read(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert not any(niah.row_fault(row) or row.keys() - niah.SCHEMA.keys() for row in rows)
+    return rows
 
 
 def test_all_configurations(monkeypatch, capsys):
@@ -192,6 +194,10 @@ def test_all_configurations(monkeypatch, capsys):
         assert not [key for key in CONTRACT if row[key] is None and key != "error"]
         assert row["script_sha256"] == hashlib.sha256((ROOT / "eval_niah.py").read_bytes()).hexdigest()
         assert 0.98 * 8192 <= row["n_prompt_tokens"] + 24 <= 8192
+        unit = {"L3": "evicted_segments", "L4": "cuts"}.get(name)
+        assert row["evictions"] == (0 if unit is None else row[unit]) and row["question_aware"] == (name == "L3")
+        assert (row["kv_budget"], row.get("evict_at")) == ((None, None) if unit is None else ("0.4", "pre-decode"))
+        assert not row.keys() & {"evicted_segments", "cuts", "evicted_entries", "scorer", "kv_bytes_oracle"} - {unit}
     assert len({row["case_id"] for row in rows.values()}) == 1 and rows["L5"]["n_prompt_tokens"] > rows["L2"]["n_prompt_tokens"]
     for name in ("L3", "L4"):
         assert rows[name]["kv_bytes_decode"] <= 0.45 * rows["L2"]["kv_bytes_decode"] and rows[name]["evictions"] > 0
@@ -206,6 +212,7 @@ def test_all_configurations(monkeypatch, capsys):
 
     assert evaluate(config="L3", evict_at="chunk", lengths=(8192,)) == 0
     in_flight = read("results/niah/tiny/L3-n1-inflight.jsonl")[0]
+    assert in_flight["evict_at"] == "chunk" and in_flight["evictions"] == in_flight["evicted_segments"] > 0
     assert in_flight["kv_bytes_peak"] <= 0.5 * rows["L2"]["kv_bytes_peak"] < rows["L3"]["kv_bytes_peak"]
 
 
@@ -223,28 +230,75 @@ def one_row(tmp_path_factory):
     return path
 
 
-def test_failed_cases_are_rows_and_are_retried(monkeypatch, capsys):
+def test_failed_cases_are_rows_and_are_retried(capsys):
     """One case fails, one runs out of memory: exit code 1, and the next run does just those two, in their places."""
-    real, ran = niah.find_needle, []
+    ran = []
 
-    def run_case(*args):
-        ran.append(args[4].case_id)
-        if len(ran) in failing:
-            raise failing[len(ran)]
-        return real(*args)
+    class Failing(niah.NeedleRun):
+        def rank(self, name, case):
+            ran.append(case.case_id)
+            return super().rank(name, case)
 
-    monkeypatch.setattr(niah, "find_needle", run_case)
+        def generate(self, name, prompt, policy):
+            if len(ran) in failing:
+                raise failing[len(ran)]
+            return super().generate(name, prompt, policy)
+
     failing = {1: RuntimeError("the disk\nis on fire"), 3: MemoryError()}
     given = dict(config="L2", n=4, out=Path("out.jsonl"))
-    assert evaluate(**given) == 1
+    assert evaluate(Failing, **given) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 2
     rows = read("out.jsonl")
     assert [row["error"] is None for row in rows] == [False, True, False, True] and all(set(CONTRACT) <= row.keys() for row in rows)
     assert rows[0]["error"] == "RuntimeError: the disk" and rows[2]["error"].startswith("out of memory: ") and rows[2]["em"] is None
 
     failing = {}
-    assert evaluate(**given) == 0
+    assert evaluate(Failing, **given) == 0
     assert ran[4:] == [rows[0]["case_id"], rows[2]["case_id"]]
     retried = read("out.jsonl")
     assert [row["case_id"] for row in retried] == [row["case_id"] for row in rows]
     assert [row["error"] for row in retried] == [None] * 4 and retried[1] == rows[1] and retried[3] == rows[3]
+
+
+@pytest.mark.parametrize("model, folder", [
+    ("smollm2", "smollm2"), ("tiny", "tiny"), ("nobody/Some-7B-v0.3", "nobody-Some-7B-v0.3"), ("some-7B", "some-7B"),
+    ("models/mine", "mine"), ("models/mine/", "mine"), ("./models/../models/mine", "mine"), (".", "work"),
+    ("models/Mine-Q8_0.gguf", "Mine-Q8_0"), ("models/mine/..", "models"), ("absolute", "mine"), ("models/odd name (1)", "odd-name-1"),
+])
+def test_results_are_named_by_the_model(monkeypatch, tmp_path, model, folder):
+    """A Hub id keeps both parts; a folder or file gives its own name, whatever path leads there."""
+    (tmp_path / "work" / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "work" / "models" / "odd name (1)").mkdir()
+    (tmp_path / "work" / "models" / "Mine-Q8_0.gguf").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    model = str(tmp_path / "work" / "models" / "mine") if model == "absolute" else model
+    assert niah.model_folder(niah.Runtime(model, torch.device("cpu"), torch.float32, "none")) == folder
+
+
+def test_waiting_threads_sleep_unless_told_otherwise(tmp_path):
+    """What OpenMP is set to when a script brings in torch, which reads it then and only then; no torch is needed for that."""
+    watch = """
+import importlib, os, sys
+
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            print(script, os.environ.get("OMP_WAIT_POLICY"))
+            raise ImportError("seen enough")
+
+sys.meta_path.insert(0, Watch)
+sys.path.insert(0, sys.argv[1])
+for script in sys.argv[2:]:
+    for given in (None, "ACTIVE"):
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        if given is not None:
+            os.environ["OMP_WAIT_POLICY"] = given
+        try:
+            importlib.import_module(script)
+        except ImportError as error:
+            assert str(error) == "seen enough", error
+"""
+    scripts = ["cognito_run", "eval_niah", "eval_squad", "eval_stress", "train_kvzap"]
+    done = subprocess.run([sys.executable, "-c", watch, ROOT, *scripts], capture_output=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"{script} {policy}" for script in scripts for policy in ("PASSIVE", "ACTIVE")]

@@ -16,8 +16,6 @@ N_NEW = 4
 class BagOfWords:
     """A dense embedder of hashed words, without weights."""
 
-    prefixed = False
-
     def encode(self, texts, **kwargs):
         vectors = np.zeros((len(texts), 256), np.float32)
         for vector, text in zip(vectors, texts):
@@ -39,15 +37,15 @@ def start(passages):
         config.max_position_embeddings, config.initializer_range = window, 0.2
         lm = core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), config, core.load_tokenizer("tiny"))
         retriever = core.HybridRetriever(list(passages.values()), BagOfWords())
-        args = core.Args(max_new_tokens=N_NEW, **given)
-        pruning = core.Pruning("random", None, window=64, threshold=0.7, keep=None, pooled=False, at="chunk")
-        return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir), n_turns, pruning)
+        args = core.Args(**dict(max_new_tokens=N_NEW, scorer="random", threshold=0.7, window=64) | given)
+        return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir), n_turns)
 
     return start
 
 
 def ask(conversation, question, trace=None) -> dict:
-    facts = conversation.ask(question, on_text=lambda piece: None, trace=trace)
+    with core.attention(conversation.lm.model, conversation.config.stock):
+        facts = conversation.ask(question, on_text=lambda piece: None, trace=trace)
     json.dumps(facts)
     return facts
 
@@ -62,9 +60,12 @@ def n_follow_up(conversation, question, previous) -> int:
     return len(core.tokenise(conversation.lm.tokenizer, text)[0]) + (previous["finish_reason"] == "length")
 
 
-@pytest.mark.parametrize("config", core.CONFIGS)
-def test_documents_are_read_once(start, config):
-    conversation = start(config=config)
+@pytest.mark.parametrize("config, given", [
+    *((config, {}) for config in core.CONFIGS), ("L3", dict(evict_at="chunk")), ("L6", dict(keep=0.4, threshold=None)),
+    ("L6", dict(keep=0.4, threshold=None, pooled=True, prune_at="prefill")), ("L7", dict(keep=0.4, threshold=None, evict_at="chunk")),
+])
+def test_documents_are_read_once(start, config, given):
+    conversation = start(config=config, **given)
     facts = ask(conversation, "What of otters?")
     assert facts["n_prompt_tokens"] > sum(map(len, conversation.passages.values()))
     for question in ("And comets?", "And saffron, at last?"):
@@ -150,31 +151,27 @@ def test_many_questions_still_leave_room_for_the_best_passage(start):
 def test_a_follow_up_equals_one_uninterrupted_reading(start, passages, monkeypatch, config, chunk, finish):
     """The model is made to say "Yes"; the cache has then read what the chat template writes, with the logits of reading it at once."""
     conversation = start(config=config, chunk_size=chunk, kv_budget="none")
-    tokenizer, read, logits = conversation.lm.tokenizer, [], []
+    tokenizer, read, logits, real = conversation.lm.tokenizer, [], [], core.forward
     answer = "Yes." if finish == "length" else "Yes"
-    said = iter([*tokenizer.encode(answer), *[tokenizer.eos_token_id] * (1 if finish == "length" else 2)])
-    real_forward, real_prefill = core.forward, core.prefill
-
-    def say():
-        return torch.nn.functional.one_hot(torch.tensor(next(said)), 260)
+    said = [*tokenizer.encode(answer), tokenizer.eos_token_id]
 
     def forward(lm, cache, input_ids):
         read.append(input_ids)
-        logits.append(real_forward(lm, cache, input_ids))
-        return say() if len(input_ids) == 1 else logits[-1]
+        logits.append(real(lm, cache, input_ids))
+        n_answered = cache.get_seq_length() - len(conversation.tokens)
+        return logits[-1] if n_answered < 0 else torch.nn.functional.one_hot(torch.tensor(said[n_answered]), 260)
 
     monkeypatch.setattr(core, "forward", forward)
-    monkeypatch.setattr(core, "prefill", lambda *args: real_prefill(*args) is not None and say())
     first = ask(conversation, "What of otters?")
     assert first["finish_reason"] == finish and first["answer"] == answer
+    said = [tokenizer.eos_token_id]
     ask(conversation, "And comets?")
     read = torch.cat(read)
     asked = [core.QUESTION.format(question=question) * (1 + (config == "L5")) for question in ("What of otters?", "And comets?")]
     messages = [{"role": "user", "content": core.INSTRUCTION + "".join(passages.values()) + asked[0]},
                 {"role": "assistant", "content": answer}, {"role": "user", "content": asked[1].strip()}]
-    assert tokenizer.decode(read) == core.render_chat(tokenizer, messages)
-    core.use_attention(conversation.lm.model, stock=True)
-    with torch.inference_mode():
+    assert tokenizer.decode(read) == core.render_chat(tokenizer, messages) and torch.equal(read, conversation.tokens)
+    with core.attention(conversation.lm.model, stock=True), torch.inference_mode():
         want = conversation.lm.model(input_ids=read[None], logits_to_keep=1).logits[0, -1]
     assert (logits[-1] - want).abs().max() < 1e-4
 

@@ -1,13 +1,16 @@
 """Reading and answering end to end: greedy decoding against Hugging Face's own, streaming, and which models are taken."""
 
+import copy
 import json
+import time
 from pathlib import Path
 
 import cognito_run as core
 import eval_niah as niah
+import eval_stress as stress
 import pytest
 import torch
-from conftest import LONGROPE, TINY, tiny_config
+from conftest import LONGROPE, TINY, read, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, Phi3Config
 
 N_PROMPT, N_NEW = 90, 16
@@ -36,20 +39,112 @@ def tiny():
     return core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), core.load_config("tiny"), core.load_tokenizer("tiny"))
 
 
-def answer(lm, ids, config, chunk=None, policy=None, in_flight=False, n_new=N_NEW):
-    cache = core.new_cache(lm, core.CONFIGS[config], len(ids) + n_new, None, chunk or len(ids), False)
-    result = core.generate(lm, cache, ids, n_new, chunk, on_chunk=policy if in_flight else None, before_decode=policy)
-    return result, cache
+def answer(lm, ids, config, chunk=None, policy=core.Policy(), n_new=N_NEW, n_before=0, on_text=None):
+    """Read and answer under a configuration's cache and attention; the first `n_before` tokens have been read before."""
+    config = core.CONFIGS[config]
+    cache = core.make_cache(core.PolicyArgs(chunk_size=chunk or len(ids)), config, lm.model.config, len(ids) + n_new, None)
+    with core.attention(lm.model, config.stock):
+        if n_before:
+            read(lm, cache, ids[:n_before], chunk)
+        return core.generate(lm, cache, ids, n_new, chunk, policy, on_text), cache
 
 
 @pytest.mark.parametrize("config, chunk", [("L1", None), ("L2", 7), ("L2", None)])
 def test_greedy_tokens_are_hugging_faces(lm, ids, config, chunk):
     result, _ = answer(lm, ids, config, chunk)
-    core.use_attention(lm.model, stock=True)
-    want = lm.model.generate(ids[None], max_new_tokens=N_NEW, do_sample=False)[0, N_PROMPT:].tolist()
+    with core.attention(lm.model, stock=True):
+        want = lm.model.generate(ids[None], max_new_tokens=N_NEW, do_sample=False)[0, N_PROMPT:].tolist()
     stop = want.index(2) if 2 in want else None
     assert result.token_ids == want[:stop] and len(want) > 1
     assert result.finish_reason == ("length" if stop is None else "stop") and len(result.itl_s) == len(want) - 1
+
+
+def held(cache) -> list[torch.Tensor]:
+    """Keys and values in use, layer by layer."""
+    if not isinstance(cache, core.PagedCache):
+        return [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    return [t for buffer in cache.buffers() for t in buffer.entries()]
+
+
+@pytest.mark.parametrize("config, chunk", [("L1", 16), ("L2", 16), ("L2", 7)])
+def test_what_was_read_before_is_passed_over(lm, ids, config, chunk):
+    """A sequence of which the cache has the beginning is read on from there, to the same tokens and the same cache."""
+    want, whole = answer(lm, ids, config, chunk)
+    for n_before in (chunk, 4 * chunk):
+        got, cache = answer(lm, ids, config, chunk, n_before=n_before)
+        assert (got.n_prompt_tokens, got.n_read) == (N_PROMPT, N_PROMPT - n_before)
+        assert got.token_ids == want.token_ids and got.finish_reason == want.finish_reason
+        assert got.compression_ratio == want.compression_ratio
+        assert all(torch.equal(x, y) for x, y in zip(held(cache), held(whole), strict=True))
+    assert (want.n_prompt_tokens, want.n_read) == (N_PROMPT, N_PROMPT)
+
+
+class Noting(core.Policy):
+    """Writes down what it is called for, and how much the cache has read by then."""
+
+    def __init__(self):
+        self.calls = []
+
+    def after_chunk(self, cache):
+        self.calls.append(("chunk", cache.get_seq_length()))
+
+    def before_decode(self, cache):
+        self.calls.append(("decode", cache.get_seq_length()))
+
+    def after_token(self, cache):
+        self.calls.append(("token", cache.get_seq_length()))
+
+
+@pytest.mark.parametrize("n_new", [1, 5])
+@pytest.mark.parametrize("config, chunk, n_before, read_to", [
+    ("L1", None, 0, [90]), ("L2", None, 0, [90]), ("L2", 90, 0, [90]), ("L2", 89, 0, [89, 90]),
+    ("L2", 40, 0, [40, 80, 90]), ("L2", 40, 40, [80, 90]), ("L2", 40, 80, [90]),
+])
+def test_a_policy_of_ones_own(tiny, ids, config, chunk, n_before, read_to, n_new):
+    """`generate` calls it after every chunk, once before decoding, and after every token that is read: not the last one."""
+    tiny.model.generation_config.eos_token_id, tiny.tokenizer.eos_token = None, None
+    policy = Noting()
+    result, _ = answer(tiny, ids, config, chunk, policy, n_new, n_before)
+    assert len(result.token_ids) == n_new and result.finish_reason == "length"
+    assert policy.calls == [*(("chunk", at) for at in read_to), ("decode", N_PROMPT),
+                            *(("token", N_PROMPT + i) for i in range(1, n_new))]
+
+
+def test_a_policy_sees_every_token_but_the_one_that_ends_the_answer(tiny, ids):
+    long, _ = answer(tiny, ids, "L2")
+    end = long.token_ids[5]
+    tiny.model.generation_config.eos_token_id = [end]
+    policy = Noting()
+    short, _ = answer(tiny, ids, "L2", policy=policy)
+    assert short.finish_reason == "stop" and len(short.token_ids) == long.token_ids.index(end)
+    assert policy.calls[2:] == [("token", N_PROMPT + i + 1) for i in range(len(short.token_ids))]
+
+
+def test_a_policy_evicts_by_itself(tiny, ids):
+    """One that drops the prompt's middle: the cache is without it, and the answer says how much is gone."""
+    class Middle(core.Policy):
+        def before_decode(self, cache):
+            cache.evict([(30, 60)])
+
+    result, cache = answer(tiny, ids, "L2", 16, Middle())
+    assert all(30 > at or at >= 60 for buffer in cache.buffers() for row in buffer.entries()[2] for at in row.tolist())
+    assert result.compression_ratio == pytest.approx(1 / 3)
+
+
+def test_a_traced_policy_is_the_policy_and_tells(tiny, ids, tmp_path):
+    """Bytes before and after each occasion to evict, then after every token; a file has a step and its tags in every line."""
+    path = tmp_path / "some.trace.jsonl"
+    policy = core.KeyNorm(20, in_flight=True)
+    plain, _ = answer(tiny, ids, "L2", 40, core.KeyNorm(20, in_flight=True), n_new=3)
+    result, cache = answer(tiny, ids, "L2", 40, core.Traced(policy, core.trace_to(path, case_id="a")), n_new=3)
+    assert result.token_ids == plain.token_ids and core.Traced(policy, print).facts() == policy.facts() and policy.n_cuts == 3
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    reading = [(event, n) for n in (40, 80, 90) for event in ("prefill_chunk", "after_eviction")]
+    assert [(e["event"], e["n_seen"]) for e in events] == [*reading, ("decode", 90), ("decode", 91), ("decode", 92)]
+    assert [e["step"] for e in events] == list(range(9)) and {e["case_id"] for e in events} == {"a"}
+    sizes = [e["kv_bytes"] for e in events]
+    assert all(before > after for before, after in zip(sizes[0:6:2], sizes[1:6:2])) and sizes[-1] == core.kv_bytes(cache)
+    assert core.trace_to(None) is None
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -58,10 +153,12 @@ def test_a_budget_of_the_whole_length_changes_nothing(lm, ids, config, in_flight
     segments = [core.Segment(f"s{i}", "x", reserved=i in (0, 4)) for i in range(5)]
     bounds = [0, 5, 30, 31, 80, N_PROMPT]
     prompt = core.Prompt(ids, segments, list(zip(bounds, bounds[1:])))
-    policy = core.eviction_policy(core.CONFIGS[config], prompt, N_PROMPT, {"s1": 0.3, "s2": 0.1, "s3": 0.2})
-    got, cache = answer(lm, ids, config, 16, policy, in_flight)
+    args = core.PolicyArgs(config=config, evict_at="chunk" if in_flight else "pre-decode")
+    policy = core.make_policy(args, core.CONFIGS[config], prompt, N_PROMPT, {"s1": 0.3, "s2": 0.1, "s3": 0.2})
+    got, cache = answer(lm, ids, config, 16, policy)
     want, full = answer(lm, ids, "L2", 16)
-    assert got.token_ids == want.token_ids and got.compression_ratio == want.compression_ratio and policy.n_evicted == 0
+    assert got.token_ids == want.token_ids and got.compression_ratio == want.compression_ratio
+    assert policy.facts() == {"evict_at": args.evict_at, "evicted_segments" if config == "L3" else "cuts": 0}
     for a, b in zip(cache.buffers(), full.buffers(), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a.entries(), b.entries()))
 
@@ -79,25 +176,44 @@ def test_finish_reason(tiny):
         assert cache.get_seq_length() == len(prompt) + len(before)
 
 
+@pytest.fixture
+def dictate(tiny, monkeypatch):
+    """Has the model of `tiny` do its work and then say a given text, behind a prompt of three tokens."""
+    real = core.forward
+
+    def dictate(text: str) -> None:
+        script = [*tiny.tokenizer.encode(text), tiny.tokenizer.eos_token_id]
+
+        def forward(lm, cache, input_ids):
+            one_hot = torch.zeros_like(real(lm, cache, input_ids))
+            one_hot[script[cache.get_seq_length() - 3]] = 1
+            return one_hot
+
+        monkeypatch.setattr(core, "forward", forward)
+
+    return dictate
+
+
 @pytest.mark.parametrize("text, max_new_tokens", [
     ("h\u00e9llo \u20ac5 \U0001f600!", 64), ("\u65e5\u672c\u8a9e", 64), ("", 64),
     ("ab\U0001f600", 4), ("caf\u00e9", 4), ("odd \ufffd", 64), ("odd \ufffd end", 64),
 ])
-def test_streamed_pieces_make_the_text(tiny, monkeypatch, text, max_new_tokens):
+def test_streamed_pieces_make_the_text(tiny, dictate, text, max_new_tokens):
     """Characters of several tokens come whole; what the length cuts through, or a real U+FFFD, is not lost."""
-    script = [*tiny.tokenizer.encode(text), tiny.tokenizer.eos_token_id]
-    real, pieces = core.forward, []
-
-    def forward(lm, cache, input_ids):
-        one_hot = torch.zeros_like(real(lm, cache, input_ids))
-        one_hot[script[cache.get_seq_length() - 3]] = 1
-        return one_hot
-
-    monkeypatch.setattr(core, "forward", forward)
-    cache = core.new_cache(tiny, core.CONFIGS["L2"], 8, None, 3, False)
-    result = core.generate(tiny, cache, torch.tensor([5, 6, 7]), max_new_tokens, on_text=pieces.append)
+    dictate(text)
+    pieces = []
+    result, _ = answer(tiny, torch.tensor([5, 6, 7]), "L2", n_new=max_new_tokens, on_text=pieces.append)
     assert result.text == bytes(text, "utf-8")[:max_new_tokens].decode(errors="replace")
     assert "".join(pieces) == result.text and all(len(piece.encode()) <= 4 for piece in pieces)
+
+
+def test_who_is_told_the_answer_takes_none_of_its_time(tiny, dictate):
+    """A slow terminal is no slow model."""
+    dictate("To be")
+    pause, told = 0.2, []
+    result, _ = answer(tiny, torch.tensor([5, 6, 7]), "L2", on_text=lambda piece: told.append(piece) or time.sleep(pause))
+    assert told == [*"To be", ""] and len(result.itl_s) == 5
+    assert max(*result.itl_s, result.ttft_s) < pause / 2
 
 
 def save_model(folder: Path, config) -> str:
@@ -116,8 +232,13 @@ def phi3(original_window: int):
 
 def load(folder: str, n_positions: int) -> core.LM:
     config = core.load_config(folder)
-    core.fit_window(config, folder, n_positions)
+    config = core.fit_window(config, folder, n_positions)
     return core.load_model(core.resolve_runtime(folder, "cpu", "float32", "none"), config, core.load_tokenizer(folder))
+
+
+def last_logits(lm: core.LM, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+    with core.attention(lm.model, stock=False):
+        return read(lm, core.PagedCache(lm.model.config), ids, chunk)
 
 
 @torch.inference_mode()
@@ -127,13 +248,8 @@ def test_longrope_uses_one_table(tmp_path, ids):
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for n in (64, N_PROMPT):
         want = stock(input_ids=ids[None, :n]).logits[0, -1]  # one shot: one table
-        lm = load(folder, n)
-        cache = core.new_cache(lm, core.CONFIGS["L2"], n, None, 16, False)
-        got = core.prefill(lm, cache, ids[:n], 16, after_chunk=lambda: None)
-        assert (got - want).abs().max() < 1e-4
-    other = load(folder, 64)
-    cache = core.new_cache(other, core.CONFIGS["L2"], N_PROMPT, None, 16, False)
-    assert (core.prefill(other, cache, ids, 16, after_chunk=lambda: None) - want).abs().max() > 0.1  # both tables in one cache
+        assert (last_logits(load(folder, n), ids[:n], 16) - want).abs().max() < 1e-4
+    assert (last_logits(load(folder, 64), ids, 16) - want).abs().max() > 0.1  # both tables in one cache
 
 
 def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch, capsys):
@@ -183,9 +299,32 @@ def test_models_taken(tmp_path, architecture):
 
 def test_fit_window():
     config = LlamaConfig(max_position_embeddings=100)
-    core.fit_window(config, "m", 100)
+    assert core.fit_window(config, "m", 100).max_position_embeddings == 100
     with pytest.raises(core.Refusal, match="101 .* 100 "):
         core.fit_window(config, "m", 101)
+
+
+def test_a_configuration_is_fitted_and_stretched_beside_the_one_given():
+    """One configuration serves runs of several lengths, so what one of them needs must not stay in it."""
+    config = phi3(original_window=64)
+    before = copy.deepcopy(config.to_dict())
+    long = core.fit_window(config, "m", 65)
+    assert long.rope_parameters["short_factor"] == long.rope_parameters["long_factor"] == LONGROPE["long_factor"]
+    assert core.fit_window(config, "m", 64).rope_parameters["short_factor"] == LONGROPE["short_factor"]
+    assert config.to_dict() == before
+
+    for config in (LlamaConfig(**TINY), tiny_config("qwen3")):
+        before = copy.deepcopy(config.to_dict())
+        wide = stress.stretch(config, "m", 2048, "yarn")
+        assert wide.max_position_embeddings == 2048
+        assert (wide.rope_parameters["rope_type"], wide.rope_parameters["factor"]) == ("yarn", 4)
+        for rope in ("yarn", "none"):
+            assert stress.stretch(config, "m", 512, rope).to_dict() == before
+        with pytest.raises(stress.Refusal, match="--rope none"):
+            stress.stretch(config, "m", 2048, "none")
+        assert config.to_dict() == before
+        wider = stress.stretch(config, "m", 4096, "yarn")
+        assert wider.rope_parameters["factor"] == 8 and wide.rope_parameters["factor"] == 4
 
 
 @pytest.mark.parametrize("capability, want", [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)])
@@ -256,20 +395,36 @@ def test_smollm2_reads_in_chunks_as_in_one_shot(smollm2):
     """L2's logits are L1's, on 2048 tokens of real text."""
     tokens, n_last = torch.tensor(core.tokenise(smollm2.tokenizer, niah.read_haystack("prose")[:20_000])[0][:2048]), 128
     assert len(tokens) == 2048
-    core.use_attention(smollm2.model, stock=True)
-    want = smollm2.model(input_ids=tokens[None], logits_to_keep=n_last).logits[0]
-    cache = core.new_cache(smollm2, core.CONFIGS["L2"], 2048, None, 256, False)
-    core.prefill(smollm2, cache, tokens[: 2048 - n_last], 256, after_chunk=lambda: None)
-    positions = torch.arange(2048 - n_last, 2048)[None]
-    got = smollm2.model(input_ids=tokens[None, -n_last:], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True).logits[0]
+    with core.attention(smollm2.model, stock=True):
+        want = smollm2.model(input_ids=tokens[None], logits_to_keep=n_last).logits[0]
+    cache, positions = core.PagedCache(smollm2.model.config, capacity=2048), torch.arange(2048 - n_last, 2048)[None]
+    last = dict(input_ids=tokens[None, -n_last:], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True)
+    with core.attention(smollm2.model, stock=False):
+        read(smollm2, cache, tokens[: 2048 - n_last], 256)
+        got = smollm2.model(**last).logits[0]
     assert (got - want).abs().max() < 1e-3
 
 
 def test_smollm2_finds_a_needle_in_what_is_left(smollm2, monkeypatch):
     """L3 evicts half of a real prompt, keeps the needle's passage, and the answer is right."""
     monkeypatch.setattr(niah, "TOLERANCE", 0.05)  # so short a prompt has room for L5's second question
-    args = niah.Args(n=3, kv_budget="0.5", reranker="none")
-    case = niah.make_case(args, niah.TASK, smollm2.tokenizer, niah.cut_sentences(niah.read_haystack("noise")), 700, 1)
-    row = niah.find_needle(args, smollm2, niah.MemoryMeter(smollm2.device), "L3", case, niah.Rankers(niah.load_embedder("minilm")), None, None)
-    assert row["em"] == 1 and row["prediction"] == case.value and row["needle_kept"]
-    assert row["compression_ratio"] >= 0.5 and row["evictions"] >= 2
+    monkeypatch.setattr(niah, "load_tokenizer", lambda name: smollm2.tokenizer)  # reading it again takes seconds
+
+    class SecondCase(niah.NeedleRun):
+        """One of three cases, with the model that is there already."""
+
+        def __init__(self, args, task, flags, configs):
+            super().__init__(args, task, flags, lambda args, *given: dict.fromkeys(args.lengths, smollm2.model.config))
+
+        def open(self, cases, *given):
+            super().open(cases[1:2], *given)
+
+        def load(self, model_config):
+            return smollm2
+
+    args = niah.Args(model="smollm2", device="cpu", dtype="float32", config="L3", n=3, lengths=(700,), kv_budget="0.5",
+                     reranker="none", out=Path("out.jsonl"))
+    assert niah.main(args, SecondCase) == 0
+    row = json.loads(Path("out.jsonl").read_text())
+    assert row["em"] == 1 and [row["prediction"]] == row["answers"] and row["needle_kept"]
+    assert row["compression_ratio"] >= 0.5 and row["evictions"] == row["evicted_segments"] >= 2

@@ -1,5 +1,6 @@
 """KVzap against naive references: what is pruned is as if hidden, scores follow the paper's formula, files are kvpress's."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -12,8 +13,8 @@ import eval_stress as stress
 import pytest
 import torch
 import train_kvzap as train
-from conftest import tiny_config
-from test_cache import oracle_attention, oracle_logits
+from conftest import read, tiny_config
+from test_cache import oracle_attention, oracle_logits, paged_logits
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 N_PROMPT, N_MORE = 90, 12
@@ -31,17 +32,16 @@ def random_surrogates(config, seed=0, hidden_dim=None) -> core.KVzap:
 
 
 @torch.inference_mode()
-def pruned_logits(model, cache, input_ids, chunk, pruner) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of a chunked reading with the pruner after every chunk, and what each layer's heads could not see: (Hkv, n, n)."""
-    core.use_attention(model, stock=False)
+def pruned_logits(model, cache, input_ids, chunk, policy) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of a chunked reading with the policy after every chunk, and what each layer's heads could not see: (Hkv, n, n)."""
     hidden = [torch.zeros(2, len(input_ids), len(input_ids), dtype=torch.bool) for _ in cache.layers]
     out = []
     for part in input_ids.split(chunk or len(input_ids)):
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(part))[None]
-        with core.hidden_states_to(cache, model):
+        with core.attention(model, stock=False), core.hidden_states_to(cache, model):
             out.append(model(input_ids=part[None], position_ids=positions, cache=cache, kv_cache=cache, use_cache=True).logits[0])
-        pruner(cache)
+        policy.after_chunk(cache)
         seen = cache.get_seq_length()
         for layer, hide in zip(cache.layers, hidden):
             for head, buffer in enumerate(layer.buffers):
@@ -58,7 +58,7 @@ def test_pruned_is_hidden(tiny_model, ids, chunk, given):
     config = tiny_model.config
     scorers = core.make_scorers("kvzap-mlp", config, random_surrogates(config, hidden_dim=8))
     cache = core.PagedCache(config, ragged=True, scorers=scorers)
-    got, hidden = pruned_logits(tiny_model, cache, ids, chunk, core.Pruner(window=16, **given))
+    got, hidden = pruned_logits(tiny_model, cache, ids, chunk, core.Pruner("kvzap-mlp", window=16, **given))
     want = oracle_logits(tiny_model, ids, [hide.repeat_interleave(2, 0) for hide in hidden])
     assert (got - want).abs().max() < 1e-4
     assert 0.1 < 1 - core.kv_entries(cache) / (len(ids) * 6)
@@ -73,7 +73,7 @@ def test_the_threshold_drops_what_scores_below_it_once_it_has_left_the_window(ti
         pytest.skip("a sliding window drops entries too")
     surrogates = random_surrogates(config)
     cache = core.PagedCache(config, ragged=True, scorers=core.make_scorers("kvzap-linear", config, surrogates))
-    pruner = core.Pruner(window=16, threshold=0.1)
+    pruner = core.Pruner("kvzap-linear", window=16, threshold=0.1)
     _, hidden = pruned_logits(tiny_model, cache, ids, chunk, pruner)
     inputs = []
     hooks = [layer.self_attn.register_forward_pre_hook(lambda m, a, k: inputs.append(k["hidden_states"][0]), with_kwargs=True)
@@ -106,22 +106,147 @@ def test_share_by_a_naive_ranking():
     forced = scores.clone()
     forced[:, :, 40:] = math.inf
     cache = filled()
-    core.Pruner(window=10, keep=0.5)(cache)
+    core.Pruner("random", window=10, keep=0.5).evict(cache)
     for layer, s in zip(cache.layers, forced):
         assert [b.entries()[2][0].tolist() for b in layer.buffers] == [sorted(sorted(range(50), key=lambda i: -one[i])[:25]) for one in s]
     cache = filled()
-    pruner = core.Pruner(window=10, keep=0.3, pooled=True)
-    pruner(cache)
+    pruner = core.Pruner("random", window=10, keep=0.3, pooled=True)
+    pruner.evict(cache)
     best = sorted(((forced[la, h, i].item(), la, h, i) for la in range(2) for h in range(2) for i in range(50)), reverse=True)[:60]
     for la, layer in enumerate(cache.layers):
         for h, buffer in enumerate(layer.buffers):
             assert buffer.entries()[2][0].tolist() == sorted(i for _, a, b, i in best if (a, b) == (la, h))
     assert pruner.n_evicted == 140 and core.kv_entries(cache) == 60
-    core.Pruner(window=64, keep=0.1)(whole := filled())
+    core.Pruner("random", window=64, keep=0.1).evict(whole := filled())
     assert core.kv_entries(whole) == 200
     for pooled in (False, True):  # a share smaller than the window
-        core.Pruner(window=10, keep=0.1, pooled=pooled)(cache := filled())
+        core.Pruner("random", window=10, keep=0.1, pooled=pooled).evict(cache := filled())
         assert all(buffer.entries()[2][0].tolist() == list(range(40, 50)) for buffer in cache.buffers())
+
+
+BOUNDS = [0, 8, 22, 37, 48, 63, 75, N_PROMPT]  # of seven segments, the first and the last reserved
+SCORES = {"s1": 0.3, "s2": 0.1, "s3": 0.4, "s4": 0.2, "s5": 0.5}
+N_HEADS = 6
+
+
+class Holdings(core.Policy):
+    """Evicts nothing: writes down which positions each head holds whenever an evictor may act."""
+
+    def __init__(self):
+        self.held: list[list[list[int]]] = []
+
+    def after_chunk(self, cache):
+        self.held.append([head.tolist() for buffer in cache.buffers() for head in buffer.entries()[2]])
+
+    before_decode = after_chunk
+
+
+class Answering(core.InTurn):
+    """Has its policies take for the answer what is read behind the prompt."""
+
+    def after_chunk(self, cache):
+        if cache.get_seq_length() > N_PROMPT:
+            return self.after_token(cache)
+        super().after_chunk(cache)
+        if cache.get_seq_length() == N_PROMPT:
+            self.before_decode(cache)
+
+
+def l7(ids, budget, store=None, **given) -> tuple[core.RAGAwarePager, core.Pruner]:
+    """The policies of L7, in their order."""
+    segments = [core.Segment(f"s{i}", "x", reserved=i in (0, 6)) for i in range(7)]
+    prompt = core.Prompt(ids[:N_PROMPT], segments, list(zip(BOUNDS, BOUNDS[1:])))
+    args = core.PolicyArgs(config="L7", threshold=0.0, window=16, **given)
+    return core.make_policy(args, core.CONFIGS["L7"], prompt, budget, SCORES, store).policies
+
+
+def scored_cache(config) -> core.PagedCache:
+    scorers = core.make_scorers("kvzap-mlp", config, random_surrogates(config, hidden_dim=8))
+    return core.PagedCache(config, ragged=True, scorers=scorers)
+
+
+def naive_out(held: list[list[int]], seen: int, out: set[str], budget: int, scores=SCORES) -> set[str]:
+    """The segments that are out when a pager has acted on these positions: the lowest go until the entries left fit."""
+    spans = {f"s{i}": range(*span) for i, span in enumerate(zip(BOUNDS, BOUNDS[1:]))}
+    size = {name: sum(at in spans[name] for head in held for at in head) for name in SCORES}
+    rest = sum(len(head) for head in held) - sum(size.values())
+    begun = {name for name in SCORES if spans[name].start < seen}
+    left = begun - out
+    while rest + sum(size[name] for name in left) > budget * N_HEADS:
+        left.remove(min(left, key=scores.get))
+    return begun - left
+
+
+@pytest.mark.parametrize("chunk", (6, 30))
+@pytest.mark.parametrize("evict_at", ["chunk", "pre-decode"])
+def test_the_budget_of_a_pruned_cache_counts_what_survives(tiny_model, ids, chunk, evict_at):
+    """Segments go, lowest first, until the entries left fit: fewer than by tokens; and what is gone is as if hidden."""
+    cache, before, after, budget = scored_cache(tiny_model.config), Holdings(), Holdings(), 34
+    pager, pruner = l7(ids, budget, evict_at=evict_at)
+    got, hidden = pruned_logits(tiny_model, cache, ids, chunk, Answering(before, pager, after, pruner))
+    out = set()
+    for i, (were, are) in enumerate(zip(before.held, after.held, strict=True)):
+        if evict_at == "chunk" or i == len(before.held) - 1:
+            out = naive_out(were, min((i + 1) * chunk, N_PROMPT), out, budget)
+            assert sum(map(len, are)) <= budget * N_HEADS
+        else:
+            assert were == are
+    assert pager.out.keys() == out and pager.facts()["evicted_segments"] == len(out) and pruner.facts()["evicted_entries"] > 0
+
+    by_tokens, _ = l7(ids, budget, evict_at=evict_at)
+    paged_logits(tiny_model, whole := core.PagedCache(tiny_model.config), ids[:N_PROMPT], None)
+    by_tokens.before_decode(whole)
+    assert 0 < len(out) < len(by_tokens.out)
+    want = oracle_logits(tiny_model, ids, [hide.repeat_interleave(2, 0) for hide in hidden])
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("evict_at", ["chunk", "pre-decode"])
+def test_a_pager_before_the_pruning_acts_as_if_alone(ids, evict_at):
+    """Where pruning waits for the prefill, the pager has whole segments to count: those of L3 go, then entries of the rest."""
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.initializer_range = 0.2
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    alone, (lone, _) = core.PagedCache(config), l7(ids, 48, evict_at=evict_at)
+    with core.attention(model, stock=False):
+        read(core.LM(model, None, torch.device("cpu")), alone, ids[:N_PROMPT], 30, lone)
+    lone.before_decode(alone)
+
+    cache, paged, pruned = scored_cache(config), Holdings(), Holdings()
+    pager, pruner = l7(ids, 48, evict_at=evict_at, prune_at="prefill")
+    got, hidden = pruned_logits(model, cache, ids, 30, Answering(pager, paged, pruner, pruned))
+    assert pager.out == lone.out and 0 < pager.n_evicted == lone.n_evicted < len(SCORES)
+    assert paged.held[-1] == [head.tolist() for buffer in alone.buffers() for head in buffer.entries()[2]]
+    assert all(set(after) < set(before) for before, after in zip(paged.held[-1], pruned.held[-1], strict=True))
+    want = oracle_logits(model, ids, [hide.repeat_interleave(2, 0) for hide in hidden])
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_survived_of_a_segment_comes_back(ids, tmp_path, on_disk):
+    """A page holds the entries that pruning had left, it takes that much of the budget, and comes back bit for bit."""
+    torch.manual_seed(0)
+    config, store = tiny_config("llama"), core.PageStore(tmp_path if on_disk else None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    cache, (pager, pruner) = scored_cache(config), l7(ids, 34, store)
+    pruned_logits(model, cache, ids[:N_PROMPT], 6, pruner)
+    cache.compact()
+    whole = [[tensor.clone() for tensor in buffer.tensors()] for buffer in cache.buffers()]
+    at = [held[2][0].tolist() for held in whole]
+    outs, upside_down = [], {name: 0.9 - score for name, score in SCORES.items()}
+    for scores in (SCORES, {"s1": 0.5, "s2": 0.4, "s3": 0.3, "s4": 0.2, "s5": 0.1}, upside_down):
+        pager.scores = scores
+        pager.evict(cache)
+        outs.append(naive_out(at, N_PROMPT, set(), 34, scores))
+        assert pager.out.keys() == outs[-1] and core.kv_entries(cache) <= 34 * N_HEADS
+        gone = {i for name in outs[-1] for i in range(*pager.spans[name])}
+        for buffer, held, places in zip(cache.buffers(), whole, at, strict=True):
+            left = [i for i, place in enumerate(places) if place not in gone]
+            for now, then in zip(buffer.tensors(), held, strict=True):
+                assert torch.equal(now[:, : buffer.length], then[:, left])
+        assert len(list(tmp_path.iterdir())) == len(outs[-1]) * on_disk
+    assert all(0 < len(out) < len(SCORES) for out in outs) and outs[0] != outs[1] != outs[2]
 
 
 def test_dropping_moves_the_rest_up_and_compacting_frees():
@@ -148,17 +273,19 @@ def test_long_generation_stays_bounded():
     tokenizer = type("T", (), {"eos_token_id": None, "decode": lambda self, ids, **kwargs: ""})()
     lm = core.LM(model, tokenizer, torch.device("cpu"))
     surrogates = random_surrogates(config)
-    core.use_attention(model, stock=False)
     cache = core.PagedCache(config, ragged=True, scorers=core.make_scorers("kvzap-linear", config, surrogates))
-    pruner, prompt = core.Pruner(window=32, threshold=0.4), torch.randint(3, 128, (60,))
+    pruner, prompt = core.Pruner("kvzap-linear", window=32, threshold=0.4), torch.randint(3, 128, (60,))
     sizes, kept = [], []
 
-    def on_token(cache):
-        pruner(cache)
-        sizes.append(core.kv_bytes(cache))
-        kept.append([[b.entries()[2][0].clone() for b in layer.buffers] for layer in cache.layers])
+    class Noting(core.Policy):
+        def before_decode(self, cache):
+            sizes.append(core.kv_bytes(cache))
+            kept.append([[b.entries()[2][0].clone() for b in layer.buffers] for layer in cache.layers])
 
-    result = core.generate(lm, cache, prompt, 1024, 16, on_chunk=pruner, before_decode=on_token, on_token=on_token)
+        after_token = before_decode
+
+    with core.attention(model, stock=False):
+        result = core.generate(lm, cache, prompt, 1024, 16, core.InTurn(pruner, Noting()))
     n = 60 + 1023
     share = core.kv_entries(cache) / (6 * n)
     assert len(result.token_ids) == 1024 and share < 0.5
@@ -168,7 +295,7 @@ def test_long_generation_stays_bounded():
         layer[:, :60] = False  # the reading of the prompt is checked elsewhere: take over what it could see
     ids = torch.cat([prompt, torch.tensor(result.token_ids[:-1])])
     replay = core.PagedCache(config, ragged=True, scorers=core.make_scorers("kvzap-linear", config, surrogates))
-    _, seen = pruned_logits(model, replay, prompt, 16, core.Pruner(window=32, threshold=0.4))
+    _, seen = pruned_logits(model, replay, prompt, 16, core.Pruner("kvzap-linear", window=32, threshold=0.4))
     for layer, mine in enumerate(seen):
         hidden[layer][:, :60, :60] = mine
     for step, layers in enumerate(kept[:-1]):  # what the token read at position 60 + step could see
@@ -221,27 +348,38 @@ def test_oracle_scores_follow_the_formula_and_leave_the_cache_as_it_was(tiny_mod
     if tiny_model.config.model_type not in NOT_SLIDING:
         pytest.skip("refused: a sliding window forgets the prompt")
     ids, n_read, n_ask = ids[:70], 30, 8
-    train.use_attention(tiny_model, stock=False)
     lm = train.LM(tiny_model, None, torch.device("cpu"))
     cache, other = (train.PagedCache(tiny_model.config, ragged=True) for _ in range(2))
-    for one in (cache, other):
-        train.forward(lm, one, ids[:n_read])
-    got = train.reconstruction_scores(lm, cache, ids[n_read : n_read + n_ask], ids[n_read + n_ask :], chunk, plus)
-    assert torch.equal(train.forward(lm, cache, ids[40:50]), train.forward(lm, other, ids[40:50]))
+    with train.attention(tiny_model, stock=False):
+        for one in (cache, other):
+            train.forward(lm, one, ids[:n_read])
+        got = train.reconstruction_scores(lm, cache, ids[n_read : n_read + n_ask], ids[n_read + n_ask :], chunk, plus)
+        assert torch.equal(train.forward(lm, cache, ids[40:50]), train.forward(lm, other, ids[40:50]))
     want = naive_scores(tiny_model, ids, n_read, n_read + n_ask, plus)
     assert got.shape == want.shape == (3, 2, n_read) and (got - want).abs().max() < 1e-4
 
 
 def test_a_score_of_zero_is_clamped_before_the_logarithm():
-    assert math.isfinite(math.log(core.FAINTEST)) and torch.tensor(core.FAINTEST, dtype=torch.float32) > 0
+    assert math.isfinite(math.log(train.FAINTEST)) and torch.tensor(train.FAINTEST, dtype=torch.float32) > 0
 
 
 # --- files
 
 
+TINY = core.resolve_runtime("tiny", "cpu", "float32", "none")
+CPU = dict(model="tiny", device="cpu", dtype="float32", quant="none", reranker="none", n=1, lengths=(4096,))
+
+
+@pytest.fixture
+def offline_in_an_empty_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for script in (core, niah, squad, stress, train):
+        monkeypatch.setattr(script, "hub_unreachable", lambda: True)
+
+
 @pytest.fixture
 def tiny_lm():
-    return core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), core.load_config("tiny"), core.load_tokenizer("tiny"))
+    return core.load_model(TINY, core.load_config("tiny"), core.load_tokenizer("tiny"))
 
 
 @pytest.fixture
@@ -297,56 +435,89 @@ def test_checkpoints_that_do_not_fit_are_refused(checkpoint, tiny_lm, fault, sai
             del config["output_dim"]
         path.write_text(json.dumps(config))
     with pytest.raises(core.Refusal, match=said):
-        core.load_surrogates(core.find_surrogates("tiny", "tiny", "kvzap-mlp", str(checkpoint)), tiny_lm.model.config)
+        core.load_surrogates(core.find_surrogates(TINY, "kvzap-mlp", str(checkpoint)), tiny_lm.model.config)
 
 
 def test_another_model_of_the_same_shape_is_refused(checkpoint, tiny_lm):
-    pruning = core.read_pruning(["L6"], core.resolve_runtime("tiny", "cpu", "float32", "none"), tiny_lm.model.config, 128, None, "chunk",
-                                str(checkpoint))
-    core.check_fingerprint(pruning, tiny_lm.model)
-    core.check_fingerprint(pruning, tiny_lm.model.to(torch.bfloat16))
+    _, surrogates = core.settle_pruning(core.PolicyArgs(kvzap=str(checkpoint)), ["L6"], TINY, tiny_lm.model.config)
+    core.check_fingerprint(surrogates, tiny_lm.model)
+    core.check_fingerprint(surrogates, tiny_lm.model.to(torch.bfloat16))
     torch.manual_seed(7)
+    other = AutoModelForCausalLM.from_config(tiny_lm.model.config)
     with pytest.raises(core.Refusal, match="another model"):
-        core.check_fingerprint(pruning, AutoModelForCausalLM.from_config(tiny_lm.model.config))
+        core.check_fingerprint(surrogates, other)
+    core.check_fingerprint(None, other)  # a scorer without surrogates fits any model
+
+
+def test_what_is_pruned_by_is_settled_once(checkpoint, tiny_lm):
+    """The surrogates bring their threshold where no flag says otherwise; what prunes nothing, or needs none, loads none."""
+    given, config = core.PolicyArgs(kvzap=str(checkpoint)), tiny_lm.model.config
+    args, surrogates = core.settle_pruning(given, ["L2", "L7"], TINY, config)
+    assert args == dataclasses.replace(given, threshold=0.1) and len(surrogates.layers) == 2 and given.threshold is None
+    for asked in (dataclasses.replace(given, keep=0.5), dataclasses.replace(given, threshold=-3.0)):
+        args, surrogates = core.settle_pruning(asked, ["L6"], TINY, config)
+        assert args == asked and len(surrogates.layers) == 2
+    for asked, names in ((given, ["L2", "L3"]), (core.PolicyArgs(scorer="random", keep=0.5), ["L6"]),
+                         (core.PolicyArgs(kvzap="nowhere"), ["L1"])):
+        assert core.settle_pruning(asked, names, TINY, config) == (asked, None)
+
+
+def test_the_shipped_surrogates_fit_their_model(smollm2):
+    """Both kinds, each with the threshold that was chosen for it, and a fingerprint."""
+    runtime = core.resolve_runtime("smollm2", "cpu", "float32", "none")
+    for kind in ("linear", "mlp"):
+        args, surrogates = core.settle_pruning(core.PolicyArgs(scorer=f"kvzap-{kind}"), ["L6"], runtime, smollm2.model.config)
+        assert args.threshold == surrogates.training_facts["threshold"] is not None
+        assert surrogates.training_facts["model_fingerprint"] and surrogates.training_facts["kind"] == kind
+        core.check_fingerprint(surrogates, smollm2.model)
+
+
+class NoWeights(niah.NeedleRun):
+    """What is to be refused is refused before this."""
+
+    def load(self, model_config):
+        pytest.fail("weights were loaded")
 
 
 @pytest.mark.parametrize("given, said", [
-    (dict(scorer="magic"), "--scorer magic"), (dict(at="late"), "--prune-at late"), (dict(window=0), "--window 0"),
+    (dict(scorer="magic"), "--scorer magic"), (dict(prune_at="late"), "--prune-at late"), (dict(window=0), "--window 0"),
     (dict(scorer="kvzip+", keep=0.5), "--prune-at prefill"), (dict(keep=0.0), "--keep 0.0"), (dict(keep=1.5), "--keep 1.5"),
     (dict(keep=0.5, threshold=-4.0), "two ways"), (dict(pooled=True, threshold=-4.0), "--pooled"), (dict(scorer="key-norm"), "--threshold or --keep"),
-    (dict(scorer="kvzap-linear", source=None), "train_kvzap.py"),
+    (dict(scorer="kvzap-linear", kvzap=None), "train_kvzap.py"),
 ])
-def test_bad_ways_of_pruning(checkpoint, tiny_lm, given, said):
-    asked = dict(window=128, threshold=None, at="chunk", source=str(checkpoint)) | given
-    with pytest.raises(core.Refusal, match=said.replace("+", r"\+")):
-        core.read_pruning(["L6"], core.resolve_runtime("tiny", "cpu", "float32", "none"), tiny_lm.model.config, **asked)
+def test_bad_ways_of_pruning(checkpoint, offline_in_an_empty_folder, given, said):
+    args = niah.Args(**CPU | dict(config="L6", kvzap=str(checkpoint)) | given)
+    with pytest.raises(niah.Refusal, match=said.replace("+", r"\+")):
+        niah.main(args, NoWeights)
 
 
-def test_an_oracle_needs_the_window_twice():
+def test_an_oracle_needs_the_window_twice(offline_in_an_empty_folder):
     """The prompt is repeated at positions of its own; beyond the window the scores would be those of a lost model."""
-    config = core.load_config("tiny")
     asked = dict(config="L6", model="tiny", device="cpu", scorer="kvzip+", keep=0.4, prune_at="prefill", lengths=(16385,), n=1)
-    for script in (niah, squad, stress):
-        with pytest.raises(script.Refusal, match="32770 positions, but tiny has 32768"):
-            script.main(script.Args(**asked))
-        for change, length in ((dict(), 16384), (dict(scorer="key-norm"), 32768)):
-            script.fit_prompt(script.Args(**asked | change), ["L6"], config, "tiny", length)
-        script.fit_prompt(script.Args(**asked), ["L2"], config, "tiny", 32768)  # L2 asks no oracle
+    with pytest.raises(niah.Refusal, match="32770 positions, but tiny has 32768"):
+        niah.main(niah.Args(**asked), NoWeights)
+    fitting = [(dict(), ["L6"], 16384), (dict(scorer="key-norm"), ["L6"], 32768), (dict(), ["L2"], 32768)]  # L2 asks no oracle
+    for change, names, length in fitting:
+        configs = niah.roomy_config(niah.Args(**asked | change | dict(lengths=(4096, length))), names, "tiny")
+        assert configs.keys() == {4096, length} and all(config.max_position_embeddings == 32768 for config in configs.values())
     with pytest.raises(train.Refusal, match="--max-tokens 16384 takes 32868 positions"):
         train.main(train.Args(model="tiny", device="cpu", max_tokens=16384))
 
 
+@pytest.mark.parametrize("script", [core, squad, stress])
+@pytest.mark.parametrize("scorer", niah.ORACLES)
+def test_an_oracle_is_asked_in_the_needle_test_only(offline_in_an_empty_folder, monkeypatch, script, scorer):
+    """Elsewhere it is refused for what prunes, before weights are loaded; what prunes nothing does not mind the flag."""
+    monkeypatch.setattr(script, "load_model", lambda *args: pytest.fail("weights were loaded"))
+    asked = dict(model="tiny", device="cpu", scorer=scorer, keep=0.4, prune_at="prefill")
+    for config in ("L6", "L7"):
+        with pytest.raises(script.Refusal, match="which only eval_niah.py does"):
+            script.main(script.Args(**asked, config=config))
+        niah.check_policy(niah.Args(**asked), [config], niah.ORACLES)
+    script.check_policy(script.Args(**asked), ["L2", "L3"])
+
+
 # --- the scripts
-
-
-CPU = dict(model="tiny", device="cpu", dtype="float32", quant="none", reranker="none", n=1, lengths=(4096,))
-
-
-@pytest.fixture
-def offline_in_an_empty_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for script in (core, niah, train):
-        monkeypatch.setattr(script, "hub_unreachable", lambda: True)
 
 
 @pytest.mark.parametrize("given", [
@@ -360,7 +531,11 @@ def test_pruned_memory_is_freed(checkpoint, offline_in_an_empty_folder, given):
     asked = CPU | given | dict(out=Path("out.jsonl"), kvzap=str(checkpoint) if "scorer" not in given else None)
     assert niah.run_main(niah.main, niah.Args(**asked)) == 0
     row = json.loads(Path("out.jsonl").read_text())
-    assert row["error"] is None and 0.1 < row["compression_ratio"] < 1 and row["evictions"] > 0
+    assert row["error"] is None and 0.1 < row["compression_ratio"] < 1
+    assert row["evictions"] == row.get("evicted_segments", row["evicted_entries"])
+    assert row["evictions"] + row["evicted_entries"] > 0
+    if given["config"] == "L7":  # what survives pruning in flight fits the budget; from a whole prompt segments have to go
+        assert (row["evicted_segments"] > 0) == (given.get("prune_at") == "prefill")
     assert row["kv_bytes_decode"] <= (1.1 * (1 - row["compression_ratio"]) + 0.02) * row["kv_bytes_full"]
     assert row["window"] == 128 and row["scorer"] == asked.get("scorer", "kvzap-mlp")
     if given.get("prune_at") != "prefill" and row["compression_ratio"] > 0.6:
@@ -401,14 +576,15 @@ def test_training(offline_in_an_empty_folder, monkeypatch, capsys):
     assert train.run_main(train.main, train.Args(**given)) == 0
     assert len(scored) == len(set(scored)) == 6
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["n_pairs_per_head"] == 240 and Path("results/kvzap/tiny/r2.png").stat().st_size > 1000
+    assert said["n_pairs_per_head"] == 240 and Path("results/surrogates/tiny/r2.png").stat().st_size > 1000
     for kind in ("linear", "mlp"):
-        facts = json.loads(Path(f"results/kvzap/tiny/{kind}/training.json").read_text())
+        facts = json.loads(Path(f"results/surrogates/tiny/{kind}/training.json").read_text())
         assert facts["threshold"] == -9.5 and len(facts["r2_pearson"]) == 2 and facts["model"] == "tiny"
         assert facts["r2_pearson_mean"] == pytest.approx(sum(facts["r2_pearson"]) / 2) == said["r2"][kind]
     assert train.run_main(train.main, train.Args(**{**given, "seed": 5})) == 2 and "--fresh" in capsys.readouterr().err
     out = Path("out.jsonl")
-    assert niah.run_main(niah.main, niah.Args(**CPU, config="L6", kvzap="results/kvzap/tiny/linear", scorer="kvzap-linear", out=out)) == 0
+    args = niah.Args(**CPU, config="L6", kvzap="results/surrogates/tiny/linear", scorer="kvzap-linear", out=out)
+    assert niah.run_main(niah.main, args) == 0
     assert json.loads(out.read_text())["threshold"] == -9.5
 
 
@@ -457,6 +633,21 @@ def test_mlp_learns_what_a_line_cannot():
     train.fit_linear(line, h, target)
     with torch.inference_mode():
         assert train.r_squared(module(h), target)[0] > 0.9 > 0.1 > train.r_squared(line(h), target)[0]
+
+
+def test_the_paper_s_recipe():
+    """Its numbers, whatever the flags say, and an MLP that begins as torch has it; ours begins at the mean target."""
+    args = train.check_args(train.Args(recipe="paper", n_train=3, n_heldout=2, n_tokens=10))
+    assert (args.n_train, args.n_heldout, args.n_tokens) == (4500, 45, 500)
+    ours = train.Args(n_train=3, n_heldout=2, n_tokens=10)
+    assert train.check_args(ours) == ours
+    torch.manual_seed(0)
+    h, target = torch.randn(50, 6), torch.randn(50, 2) - 7
+    for recipe in ("default", "paper"):
+        module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+        begun = target.mean(0) if recipe == "default" else module[-1].bias.detach().clone()
+        train.fit_mlp(module, h, target, train.Args(recipe=recipe, epochs=1, lr=0.0), seed=0)  # no step goes anywhere
+        assert torch.equal(module[-1].bias, begun)
 
 
 def test_r_squared_is_numpy_s():

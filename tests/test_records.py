@@ -1,8 +1,12 @@
 """The JSONL file of a run: killed anywhere and run again, it is the file of an unbroken run."""
 
 import json
+import math
 
+import bootstrap
 import eval_niah
+import eval_squad
+import eval_stress
 import pytest
 from eval_niah import RecordFile, Refusal
 
@@ -148,10 +152,61 @@ def test_unwritable_path_is_refused(tmp_path):
 
 def test_fields():
     """The contract with whoever reads the files."""
-    assert list(eval_niah.FIELDS) == [
+    assert list(eval_niah.CONTRACT) == [
         "task", "config", "model", "case_id", "group_id", "seed", "haystack", "context_length", "depth_percent", "n_prompt_tokens",
         "n_new_tokens", "answers", "prediction", "em", "f1", "question_aware", "compression_ratio", "kv_bytes_full", "kv_bytes_peak",
         "kv_bytes_decode", "peak_memory_bytes", "memory_kind", "ttft_s", "prefill_tokens_per_s", "itl_ms_mean", "itl_ms_p95",
         "evictions", "finish_reason", "error", "device", "dtype", "quant", "threads", "versions", "script_sha256", "settings_hash",
         "created",
     ]
+
+
+@pytest.mark.parametrize("reader", [bootstrap, eval_squad, eval_stress])
+def test_who_writes_and_who_reads_have_one_schema(reader):
+    assert reader.SCHEMA == eval_niah.SCHEMA and list(reader.CONTRACT) == list(eval_niah.CONTRACT)
+    assert reader.KINDS.keys() == eval_niah.KINDS.keys()
+    assert {kind.removesuffix("?") for kind in reader.SCHEMA.values()} == reader.KINDS.keys()
+
+
+FACTS = dict(task="niah", config="L3", model="tiny", case_id="a", context_length=4096, answers=["7"], em=1.0, device="cpu",
+             dtype="float32")
+
+
+def test_a_row_says_null_of_what_is_not_known():
+    made = eval_niah.make_row(**FACTS, cuts=3)
+    assert made == dict.fromkeys(eval_niah.CONTRACT) | FACTS | {"cuts": 3} and eval_niah.row_fault(made) is None
+    assert list(made)[: len(eval_niah.CONTRACT)] == list(eval_niah.CONTRACT)
+
+
+@pytest.mark.parametrize("facts, said", [
+    ({"colour": "red"}, "unknown fields colour"), ({"zeal": 1, "colour": None}, "unknown fields colour, zeal"),
+    ({"task": None}, "task is None, expected a text that is not empty$"), ({"task": ""}, "task is ''"),
+    ({"config": 3}, "config is 3"), ({"device": None}, "device is None"),
+    ({"context_length": 4096.0}, "context_length is 4096.0"), ({"context_length": True}, "context_length is True"),
+    ({"context_length": -1}, "context_length is -1"), ({"context_length": None}, "context_length is None"),
+    ({"answers": []}, r"answers is \[\]"), ({"answers": "7"}, "answers is '7'"), ({"answers": [7]}, r"answers is \[7\]"),
+    ({"em": None}, "em is None, expected 0 or 1"), ({"em": 0.5}, "em is 0.5, expected 0 or 1"), ({"em": 2}, "em is 2"),
+    ({"em": math.nan}, "em is nan"), ({"f1": 1.5}, "f1 is 1.5, expected a number from 0 to 1 or null"),
+    ({"question_aware": 1}, "question_aware is 1, expected true or false"), ({"depth_percent": 101}, "depth_percent is 101"),
+    ({"ttft_s": math.nan}, "ttft_s is nan"), ({"ttft_s": math.inf}, "ttft_s is inf"), ({"ttft_s": False}, "ttft_s is False"),
+    ({"ttft_s": "fast"}, "ttft_s is 'fast', expected a finite number or null"), ({"versions": []}, r"versions is \[\]"),
+    ({"kv_budget": 0.4}, "kv_budget is 0.4"), ({"keep": 40}, "keep is 40"), ({"evicted_segments": -2}, "evicted_segments is -2"),
+    ({"think_truncated": "no"}, "think_truncated is 'no'"),
+])
+def test_a_row_of_another_kind_is_refused(facts, said):
+    """An unknown field, or a value that its field may not hold: said with what is expected."""
+    with pytest.raises(ValueError, match=said):
+        eval_niah.make_row(**FACTS | facts)
+
+
+@pytest.mark.parametrize("field", eval_niah.CONTRACT)
+def test_a_row_that_lacks_a_field_is_faulty(field):
+    made = eval_niah.make_row(**FACTS)
+    del made[field]
+    assert eval_niah.row_fault(made) == f"lacks {field}"
+
+
+def test_a_failed_row_needs_no_score_and_a_reader_passes_over_unknown_fields():
+    failed = eval_niah.make_row(**FACTS | {"em": None, "error": "MemoryError: out"})
+    assert eval_niah.row_fault(failed) is None and eval_niah.row_fault({**failed, "error": None}).startswith("em is None")
+    assert eval_niah.row_fault({**failed, "colour": "red"}) is None

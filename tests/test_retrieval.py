@@ -7,14 +7,15 @@ from rank_bm25 import BM25Okapi
 
 
 class StubEmbedder:
-    """Unit vectors of one's own choice: a function from texts to (n, D)."""
+    """Unit vectors of one's own choice: a function from texts to (n, D). Remembers what it was given, and as what."""
 
-    def __init__(self, vectors, prefixed=False):
-        self.vectors, self.prefixed = vectors, prefixed
+    def __init__(self, vectors):
+        self.vectors = vectors
         self.texts = []
 
-    def encode(self, texts, normalize_embeddings, show_progress_bar):
-        self.texts += texts
+    def encode(self, texts, prompt_name, normalize_embeddings, show_progress_bar):
+        assert normalize_embeddings and not show_progress_bar
+        self.texts += [(prompt_name, text) for text in texts]
         vectors = np.asarray(self.vectors(texts), dtype=np.float32)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -25,7 +26,7 @@ def indifferent():
 
 
 def rank(passages, question, embedder, reranker=None):
-    return core.rank_passages(passages, question, embedder, reranker)
+    return core.HybridRetriever(passages, embedder, reranker).rank(question)
 
 
 @pytest.mark.parametrize("scores,want", [
@@ -144,12 +145,23 @@ def test_embeddings_that_are_not_finite_raise(where, value):
         rank(["passage one", "passage two"], "question", embedder)
 
 
-@pytest.mark.parametrize("prefixed", [False, True])
-def test_prefixes_of_nomic(prefixed):
-    embedder = StubEmbedder(lambda texts: np.ones((len(texts), 4)), prefixed)
+@pytest.mark.parametrize("name, prefix", [
+    ("nomic-ai/nomic-embed-text-v1.5", "search_{}: "), ("minilm", ""), ("BAAI/bge-small-en", ""),
+])
+def test_prefixes_of_nomic(monkeypatch, name, prefix):
+    """sentence-transformers puts the prompt of that name before each text; documents and questions have one each."""
+    import sentence_transformers
+
+    class Stub(StubEmbedder):
+        def __init__(self, source, prompts, **kwargs):
+            super().__init__(lambda texts: np.ones((len(texts), 4)))
+            self.prompts = prompts
+
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", Stub)
+    embedder = core.load_embedder(name)
     rank(["one", "two"], "which?", embedder)
-    want = ["search_document: one", "search_document: two", "search_query: which?"]
-    assert embedder.texts == (want if prefixed else ["one", "two", "which?"])
+    read = [embedder.prompts[prompt_name] + text for prompt_name, text in embedder.texts]
+    assert read == [prefix.format("document") + "one", prefix.format("document") + "two", prefix.format("query") + "which?"]
 
 
 def test_cross_encoder_is_a_third_ranking():

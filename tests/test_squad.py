@@ -26,7 +26,9 @@ def evaluate(**given) -> int:
 
 
 def read(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert not any(squad.row_fault(row) or row.keys() - squad.SCHEMA.keys() for row in rows)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -131,19 +133,20 @@ def test_cases(paragraphs, tokenizer, filler, order, trim):
     for i, drawn in enumerate(squad.draw(paragraphs, 6, 0, "ours")):
         case = squad.make_question(args, tokenizer, paragraphs, drawn, LENGTH, i)
         paragraph, (name, question, answers) = drawn
-        assert case.group_id == paragraph.group_id and case.text == question and case.answers == answers and name in case.case_id
+        assert (case.group_id, case.question, case.answers) == (paragraph.group_id, question, answers) and name in case.case_id
+        (gold,) = case.gold
         texts = [text.strip() for text in case.passages.values()]
         if filler == "squad":
             whole = [by_text[text].article for text in texts if text in by_text]
-            assert whole.count(paragraph.article) == (case.gold_passage in case.passages) and len(whole) >= len(texts) - 1
+            assert whole.count(paragraph.article) == (gold in case.passages) and len(whole) >= len(texts) - 1
         if trim is None:
             n_tokens = [len(case.prompt(tokenizer, repeat).input_ids) + args.max_new_tokens for repeat in (False, True)]
             assert 0.98 * LENGTH <= n_tokens[0] < n_tokens[1] <= LENGTH
-            assert case.passages[case.gold_passage].strip() == paragraph.text
+            assert case.passages[gold].strip() == paragraph.text
         else:
             assert len(texts) == trim
         if order == "original" and trim is None:
-            at = list(case.passages).index(case.gold_passage)
+            at = list(case.passages).index(gold)
             assert abs(at / max(len(texts) - 1, 1) - i * squad.GOLDEN % 1) < 1 / len(texts)
 
 
@@ -161,9 +164,9 @@ def test_all_configurations(capsys):
     rows = {Path(path).name[:2]: read(path)[0] for path in paths}
     assert len({row["case_id"] for row in rows.values()}) == 1
     for name, row in rows.items():
-        assert not [key for key in squad.FIELDS if row[key] is None and key != "error"] and row["task"] == "squad"
+        assert not [key for key in squad.CONTRACT if row[key] is None and key != "error"] and row["task"] == "squad"
         assert row["haystack"] == "squad_cognito" and row["group_id"].count("#") == 1 and row["prediction"] == row["text"].strip().split("\n")[0].strip()
-        assert row["gold_kept"] == (row["gold_share"] == 1) and row["question_aware"] == (name == "L3")
+        assert row["gold_kept"] == (row["gold_share"] == 1) and row["question_aware"]
         assert "context" not in row and len(json.dumps(row)) < 4000  # no paragraph text
     assert all(rows[name]["gold_share"] == 1 for name in ("L1", "L2", "L5"))
     assert rows["L3"]["gold_share"] in (0, 1) and 0 < rows["L4"]["gold_share"] < 1

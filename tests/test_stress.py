@@ -1,5 +1,6 @@
 """eval_stress.py: room beyond the window by YaRN, said and recorded; memory that stays flat in flight."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -31,12 +32,14 @@ def short_window(monkeypatch):
     return load_config
 
 
-def evaluate(**given) -> int:
-    return stress.run_main(stress.main, stress.Args(**{**CPU, "n": 1, "lengths": (4096, 8192), **given}))
+def evaluate(Run=stress.EvalRun, **given) -> int:
+    return stress.run_main(lambda args: stress.main(args, Run), stress.Args(**{**CPU, "n": 1, "lengths": (4096, 8192), **given}))
 
 
 def read(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert not any(stress.row_fault(row) or row.keys() - stress.SCHEMA.keys() for row in rows)
+    return rows
 
 
 def yarn_frequencies(theta: float, dim: int, factor: float, window: int, fast: float = 32, slow: float = 1) -> torch.Tensor:
@@ -53,9 +56,10 @@ def yarn_frequencies(theta: float, dim: int, factor: float, window: int, fast: f
 
 @pytest.mark.parametrize("length, factor", [(8192, 2.0), (12288, 3.0), (16384, 4.0)])
 def test_yarn_gives_the_paper_s_frequencies(short_window, length, factor):
-    config = short_window("tiny")
-    theta = config.rope_parameters["rope_theta"]
-    assert stress.stretch(config, "tiny", length, "yarn") == factor
+    given = short_window("tiny")
+    theta, before = given.rope_parameters["rope_theta"], given.to_dict()
+    config = stress.stretch(given, "tiny", length, "yarn")
+    assert given.to_dict() == before and config.rope_parameters["factor"] == factor
     rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
     assert torch.allclose(rotary.inv_freq, yarn_frequencies(theta, 16, factor, 4096), rtol=1e-5)
     assert rotary.attention_scaling == pytest.approx(0.1 * torch.log(torch.tensor(factor)).item() + 1)
@@ -65,16 +69,17 @@ def test_yarn_gives_the_paper_s_frequencies(short_window, length, factor):
 def test_a_length_that_fits_is_left_alone(short_window):
     config = short_window("tiny")
     before = config.to_dict()
-    assert stress.stretch(config, "tiny", 4096, "yarn") == stress.stretch(config, "tiny", 4096, "none") == 1.0
+    assert all(stress.stretch(config, "tiny", 4096, rope) is config for rope in ("yarn", "none"))
     assert config.to_dict() == before
 
 
 @pytest.mark.parametrize("parameters", [{"rope_type": "llama3", "factor": 8.0}, {"full_attention": {"rope_type": "default"}}])
 def test_frequencies_that_are_scaled_already_are_refused(short_window, parameters):
     config = short_window("tiny")
-    config.rope_parameters = parameters
+    config.rope_parameters, before = parameters, copy.deepcopy(parameters)
     with pytest.raises(stress.Refusal, match="8192 tokens .* 4096 positions"):
         stress.stretch(config, "tiny", 8192, "yarn")
+    assert (config.rope_parameters, config.max_position_embeddings) == (before, 4096)
 
 
 def test_no_rope_refuses(short_window, monkeypatch, capsys):
@@ -104,15 +109,13 @@ def test_in_flight_with_an_absolute_budget_memory_is_flat(short_window):
     assert long <= 1.1 * middle <= 1.21 * short
 
 
-def test_out_of_memory_is_a_row(short_window, monkeypatch):
-    real = stress.generate
+def test_out_of_memory_is_a_row(short_window):
+    class Full(stress.EvalRun):
+        def generate(self, name, prompt, policy):
+            if len(prompt.input_ids) > 5000:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried")
+            return super().generate(name, prompt, policy)
 
-    def generate(lm, cache, input_ids, *args, **kwargs):
-        if len(input_ids) > 5000:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried")
-        return real(lm, cache, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(stress, "generate", generate)
-    assert evaluate(config="L1") == 1
+    assert evaluate(Full, config="L1") == 1
     fits, fails = read("results/stress/tiny/L1-n1.jsonl")
     assert fits["error"] is None and fails["error"].startswith("out of memory: ") and fails["em"] is None

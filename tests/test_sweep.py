@@ -26,11 +26,8 @@ def rows_of(path: Path) -> list[dict]:
             for line in path.read_text().splitlines()]
 
 
-@pytest.fixture
-def mended(monkeypatch, tmp_path):
-    """A sweep replaces functions of its evaluation; put them back."""
-    for name in ("prefill", "repeat_prompt", "load_model", "RecordFile"):
-        monkeypatch.setattr(niah, name, getattr(niah, name))
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
@@ -45,7 +42,7 @@ def surrogates(tmp_path) -> dict[str, str]:
     return {f"kvzap-{kind}": str(tmp_path / kind) for kind in ("linear", "mlp")}
 
 
-def test_same_rows(mended, surrogates):
+def test_same_rows(surrogates):
     arms = [replace(COMMON, config=config) for config in ("L2", "L3", "L4", "L5")]
     arms += [replace(COMMON, config="L6", scorer=scorer, keep=keep, pooled=pooled, kvzap=surrogates.get(scorer)) for scorer, keep, pooled in
              (("kvzap-mlp", 0.5, True), ("kvzap-mlp", 0.3, False), ("kvzap-linear", 0.5, False), ("random", 0.5, False),
@@ -63,7 +60,7 @@ def test_same_rows(mended, surrogates):
     assert shared == [i not in first for i in range(len(arms)) for _ in range(COMMON.n)]
 
 
-def test_borrowed_prefill_tells_no_times(mended):
+def test_borrowed_prefill_tells_no_times():
     assert sweep.sweep(niah, [replace(COMMON, config="L2"), replace(COMMON, config="L4")]) == 0
     (own, borrowed) = (json.loads(next(Path("results").rglob(f"{name}-*.jsonl")).read_text().splitlines()[0]) for name in ("L2", "L4"))
     for key in ("ttft_s", "prefill_tokens_per_s"):
@@ -72,7 +69,7 @@ def test_borrowed_prefill_tells_no_times(mended):
     assert own["peak_memory_bytes"] is borrowed["peak_memory_bytes"] is None  # saving what was read would count
 
 
-def test_cases_with_the_same_instruction_share_nothing(mended):
+def test_cases_with_the_same_instruction_share_nothing():
     """In chunks so short the first ones of every case are equal; their rows still tell times, and later arms begin with them."""
     arms = [replace(COMMON, config=config, n=2, chunk_size=32, out=Path(f"{config}.jsonl")) for config in ("L2", "L4")]
     assert sweep.sweep(niah, arms) == 0
@@ -80,7 +77,7 @@ def test_cases_with_the_same_instruction_share_nothing(mended):
     assert shared == [[False, False], [True, True]]
 
 
-def test_other_weights_share_nothing(mended):
+def test_other_weights_share_nothing():
     arms = [replace(COMMON, config="L2", dtype=dtype, out=Path(f"{dtype}.jsonl")) for dtype in ("bfloat16", "float32")]
     assert sweep.sweep(niah, arms) == 0
     assert not any("shared_prefill" in json.loads(arm.out.read_text()) for arm in arms)
@@ -96,6 +93,6 @@ def test_arms():
     dict(config="L1"), dict(config="all"), dict(config="L3", evict_at="chunk"), dict(config="L6", prune_at="chunk"),
     dict(config="L2", trace=Path("trace.jsonl")),
 ])
-def test_arms_that_share_nothing(mended, given):
+def test_arms_that_share_nothing(given):
     with pytest.raises(niah.Refusal, match="shares no prefill"):
         sweep.sweep(niah, [replace(COMMON, config="L2"), replace(COMMON, **given)])
