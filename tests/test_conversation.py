@@ -62,7 +62,8 @@ def n_follow_up(conversation, question, previous) -> int:
 
 @pytest.mark.parametrize("config, given", [
     *((config, {}) for config in core.CONFIGS), ("L3", dict(evict_at="chunk")), ("L6", dict(keep=0.4, threshold=None)),
-    ("L6", dict(keep=0.4, threshold=None, pooled=True, prune_at="prefill")), ("L7", dict(keep=0.4, threshold=None, evict_at="chunk")),
+    ("L6", dict(keep=0.4, threshold=None, pooled=True, prune_at="prefill")),
+    ("L7", dict(keep=0.4, threshold=None, evict_at="chunk")),
 ])
 def test_documents_are_read_once(start, config, given):
     conversation = start(config=config, **given)
@@ -97,6 +98,8 @@ def test_an_evicted_passage_returns(start, tmp_path, on_disk):
         want = {name: tensor[:, :0] if state == "evicted" else tensor for name, tensor in want.items()}
         assert all(torch.equal(kept[name], want[name]) for name in want)
     assert [event["event"] for event in events if event.get("segment") == wanted] == ["evict", "page_in"]
+    returned = next(event for event in events if event["event"] == "page_in" and event["segment"] == wanted)
+    assert returned["n_seen"] == second["n_seen"]  # it is there already when the question that wants it is read
     assert third["kv_bytes_decode"] < 0.5 * third["kv_bytes_full"]
 
 
@@ -107,7 +110,7 @@ def test_budget_holds_over_the_turns(start):
         for question in ("What of otters?", "And comets?", "And violins?"):
             facts = ask(conversation, question)
             kept = core.kv_entries(conversation.cache) / core.kv_heads(conversation.lm.model.config)
-            assert kept <= 0.4 * facts["n_seen"] + 2 * N_NEW
+            assert kept <= 0.4 * facts["n_seen"] + 2 * N_NEW and (kept >= 0.4 * facts["n_seen"] - 1 or config == "L3")
             assert facts["kv_bytes_peak"] < 0.6 * facts["kv_bytes_full"]
 
 
