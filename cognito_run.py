@@ -24,7 +24,8 @@
 The documents are cut into passages and read in chunks (prefill). A retriever ranks the passages for the question; the
 pager evicts the worst from the KV cache until it fits the budget, and the answer is decoded over what is left. A
 passage that the pager (L3, L7) has evicted waits on the host as a page, and returns bit for bit when a later question wants
-it. Documents are read again only where they exceed the model's window, or a conversation has filled it.
+it. Every question stands directly behind the documents, as if it were the first: once it is answered the cache goes back to
+their end. Documents are read again only where they exceed the model's window and a question's best passage was left out.
 
     retention(passage) = RRF(passage, question) * exp(-0.4 * lag)        lag = turns since it was last retrieved
 
@@ -36,7 +37,8 @@ that what is evicted is that passage and not a neighbour's token.
     uv run cognito_run.py --docs notes.txt papers/ --ask "Who chaired the meeting?" --ask "And when?"
     uv run cognito_run.py --docs notes.txt --kv-budget 512MiB --evict-at chunk --trace evictions.trace.jsonl
 
-Prints the streamed answers and a table per question; the last line of stdout is a JSON object. Writes --trace and --page-dir only.
+Prints the streamed answers and a table per question; the last line of stdout is a JSON object. Writes --trace and
+--page-dir only.
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
 key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
@@ -90,7 +92,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-SPARE_TURNS = 4  # questions for which a conversation leaves room in the window
+FLOOR = 512  # tokens of documents that are kept whole: evicting saves nothing there that anybody would miss
+QUESTION_TOKENS = 256  # room that documents leave in the window for a question
 
 INSTRUCTION = "Here are some passages from documents.\n\n"
 QUESTION = "\n\nAnswer this question in a few words, from the passages above: {question}"
@@ -180,10 +183,15 @@ class EvalArgs(PolicyArgs):
 class Args(PolicyArgs):
     """Ask questions about documents with a paged KV cache."""
 
+    kv_budget: str = "0.4"
+    """what L3, L4 and L7 keep of the passages: a fraction (0.4), entries (4096), bytes (512MiB) or none; documents of up to 512
+    tokens are kept whole, and instruction, question and answer come on top"""
     docs: tuple[Path, ...] = ()
     """.txt and .md files, or folders of them; none: a demo on Python's own help topics"""
     ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
     """a question; repeat the flag for more; none: a prompt loop on a terminal"""
+    history: int = 0
+    """exchanges that a question is read after; 0: every question is answered as if it were the first"""
     page_dir: Path | None = None
     """keep evicted passages in this folder instead of in host memory"""
 
@@ -1483,15 +1491,6 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     parse_budget(args.kv_budget)
 
 
-def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
-    """Refuse a budget that cannot be met, before weights load."""
-    if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
-        raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
-                      "(template, instruction, question); raise --kv-budget")
-    if config.evict == "key-norm" and budget is not None and budget < 1:
-        raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
-
-
 def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None = None,
                 store=None, trace: Trace | None = None) -> InTurn:
     """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
@@ -1533,7 +1532,7 @@ class Generation:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" or "length"
+    finish_reason: str = "length"  # or "stop"
     n_prompt_tokens: int = 0
     n_read: int = 0  # of these, tokens that the cache had not read before
     prefill_s: float = 0.0
@@ -1588,7 +1587,8 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
              policy: Policy = Policy(), on_text: Callable[[str], None] | None = None) -> Generation:
     """Prefill, evict, decode greedily; mutates `cache`.
 
-    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot.
+    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot. With
+    0 new tokens it reads and evicts alone.
     on_text gets the answer piece by piece as it comes. The latency of a token is that of the model and the policy; counting
     bytes and making text of tokens stay out of it.
     """
@@ -1605,9 +1605,9 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
     token = int(logits.argmax())
     result.ttft_s = clock(lm.device) - begin
     result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
+    result.account(cache, decoding=True)
     stream, told = DecodeStream(skip_special_tokens=True), ""
-    while True:
-        result.account(cache, decoding=True)
+    while len(result.token_ids) < max_new_tokens:
         if token in eos_ids:
             result.finish_reason = "stop"
             break
@@ -1616,13 +1616,13 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
             told += piece
             on_text(piece)
         if len(result.token_ids) == max_new_tokens:
-            result.finish_reason = "length"
             break
         begin = clock(lm.device)
         logits = forward(lm, cache, torch.tensor([token]))
         policy.after_token(cache)
         token = int(logits.argmax())
         result.itl_s.append(clock(lm.device) - begin)
+        result.account(cache, decoding=True)
     result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
     if on_text is not None:
         on_text(result.text[len(told) :])  # what was cut off within a character
@@ -1673,9 +1673,8 @@ def trace_to(path: Path | None, **tags) -> Trace | None:
 class ReadingBar(Policy):
     """Evicts nothing: shows on stderr how much of a long prompt has been read."""
 
-    def __init__(self, n_tokens: int, n_seen: int):
-        self.bar = tqdm(total=n_tokens, initial=n_seen, desc="reading", unit="token", leave=False,
-                        disable=n_tokens - n_seen < 512)  # shorter ones take under 2 s
+    def __init__(self, n_tokens: int):
+        self.bar = tqdm(total=n_tokens, desc="reading", unit="token", leave=False, disable=n_tokens < 512)  # else under 2 s
 
     def after_chunk(self, cache: Cache) -> None:
         self.bar.update(cache.get_seq_length() - self.bar.n)
@@ -1685,71 +1684,125 @@ class ReadingBar(Policy):
 
 
 class Conversation:
-    """Questions about one set of passages; a later question pages in what it wants.
+    """Questions about one set of passages, which are read once.
 
-    The passages are read once. Where they exceed the model's window, the best-ranked that fit are read, in document order; a
-    question whose best passage was left out, or a full window, makes it read again.
+    Every question stands directly behind the documents, as if it were the first. Before it is read the pager pages in what it
+    wants; once it is answered the cache goes back to the end of the documents. With `--history N` the last N exchanges stand
+    between the two. Where the passages exceed the model's window, the best-ranked that fit are read, in document order; a
+    question whose best passage was left out makes it read again.
     """
 
     def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, store: PageStore,
-                 n_turns: int, surrogates: KVzap | None = None):
+                 surrogates: KVzap | None = None):
         self.args, self.lm, self.passages, self.retriever, self.store = args, lm, passages, retriever, store
-        self.n_turns, self.surrogates, self.config = n_turns, surrogates, CONFIGS[args.config]
+        self.surrogates, self.config = surrogates, CONFIGS[args.config]
+        self.chunk_size = None if self.config.stock else args.chunk_size
         self.cache: Cache | None = None
         self.policy = InTurn()
-        self.tokens = torch.empty(0, dtype=torch.long)  # all that was asked and answered, as far as the cache is to know it
+        self.documents = torch.empty(0, dtype=torch.long)  # the prompt up to the question
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
+        self.exchanges: list[tuple[str, str]] = []  # the last --history questions, with their answers
 
     @property
     def pager(self) -> RAGAwarePager | None:
         return next((policy for policy in self.policy.policies if isinstance(policy, RAGAwarePager)), None)
 
     def ask(self, question: str, on_text: Callable[[str], None], trace: Trace | None) -> dict:
-        """Answer a question and return what it took, JSON-ready; mutates the cache."""
-        scores = dict(zip(self.passages, self.retriever.rank(question).tolist()))
-        was_out = set(self.pager.out) if self.pager else set()
-        if not self._go_on(question, scores):
-            self._begin(question, scores, trace)
-            was_out = set()
-        policy = self.policy if trace is None else Traced(self.policy, trace)
-        policy = InTurn(policy, ReadingBar(len(self.tokens), self.cache.get_seq_length()))
-        chunk_size = None if self.config.stock else self.args.chunk_size
-        result = generate(self.lm, self.cache, self.tokens, self.args.max_new_tokens, chunk_size, policy, on_text)
-        self.tokens = torch.cat([self.tokens, torch.tensor(result.token_ids, dtype=torch.long)])
-        return self._facts(question, scores, result, was_out)
+        """Answer a question and return what it took, JSON-ready; the cache then holds the documents alone again."""
+        alone = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
+        fit_window(self.lm.model.config, "the model", len(alone) + self.args.max_new_tokens)
+        looked_for = " ".join([*(asked for asked, _ in self.exchanges[-1:]), question])  # "And when?" says little by itself
+        scores = dict(zip(self.passages, self.retriever.rank(looked_for).tolist()))
+        was_out, reading = set(self.pager.out) if self.pager else set(), None
+        tokens = self._tokens(question)
+        if tokens is None or max(scores, key=scores.get) not in self.spans:
+            reading, was_out = self._read(question, scores, trace), set()
+            tokens = self._tokens(question)
+        elif self.pager is not None:
+            self.pager.retrieve({name: scores[name] for name in self.spans})
+            self.pager.evict(self.cache)
+        result = self._answer(tokens, on_text, trace)
+        if reading is not None:
+            result.n_read += reading.n_read
+            result.ttft_s += reading.ttft_s
+            result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak)
+        facts = self._facts(question, scores, result, was_out)
+        self.exchanges = [*self.exchanges, (question, result.text.strip())][-self.args.history :] if self.args.history else []
+        return facts
 
-    def _facts(self, question: str, scores: dict[str, float], result: Generation, was_out: set[str]) -> dict:
-        pager, n_seen, passages = self.pager, self.cache.get_seq_length(), []
-        for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]]):
-            state = "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"
-            passages.append({"passage": name, "tokens": stop - start, "score": scores[name],
-                             "lag": pager.lags[name] if pager else 0, "state": state})
-        return {
-            "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason,
-            "n_seen": n_seen, "n_prompt_tokens": result.n_read, "compression_ratio": result.compression_ratio,
-            "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
-            "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
-            "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None, "passages": passages}
-
-    def _begin(self, question: str, scores: dict[str, float], trace: Trace | None) -> None:
-        """Start with an empty cache, on the prompt of the passages that fit and of the question."""
+    def _read(self, question: str, scores: dict[str, float], trace: Trace | None) -> Generation:
+        """Start with an empty cache: read the passages that fit, and evict."""
         self.store.close()
+        self.cache = None  # until the documents have been read
         fitting = self._fitting(question, scores)
         read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
         prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
-        self.tokens = prompt.input_ids
-        self.spans = {s.name: span for s, span in zip(prompt.segments, prompt.spans) if not s.reserved}
-        budget, n_tokens = self._budget(len(self.tokens)), len(self.tokens) + self.args.max_new_tokens
-        check_budget(self.config, prompt, budget)
-        self.cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
-        ranked = {name: scores[name] for name in self.spans}
+        spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
+        self.documents = prompt.input_ids[: spans["question"][0]]
+        self.spans = {name: spans[name] for name in read}
+        n_passages = sum(stop - start for start, stop in self.spans.values())
+        budget = parse_budget(self.args.kv_budget)(n_passages, entry_bytes(self.lm.model.config, self.lm.model.dtype))
+        budget = None if budget is None else budget + len(self.documents) - n_passages  # it is one of passages
+        n_tokens = len(prompt.input_ids) + self.args.max_new_tokens
+        cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
+        ranked = {name: scores[name] for name in read}
         self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
+        policy = self.policy if trace is None else Traced(self.policy, trace)
+        policy, result = InTurn(policy, ReadingBar(len(self.documents))), Generation()
+        if not self.config.stock:  # the baseline reads documents and question in one shot
+            result = generate(self.lm, cache, self.documents, 0, self.chunk_size, policy)
+        self.cache = cache
+        return result
+
+    def _answer(self, tokens: torch.Tensor, on_text: Callable[[str], None], trace: Trace | None) -> Generation:
+        """Read what stands behind the documents and answer; the cache is then what it was before, also when that fails."""
+        end, pruners = len(self.documents), [policy for policy in self.policy.policies if isinstance(policy, Pruner)]
+        pruners = [pruner for pruner in pruners if pruner.threshold is not None]  # a share was cut of the documents alone
+        judged, sliding = [pruner.judged for pruner in pruners], getattr(self.lm.model.config, "sliding_window", None) or 0
+        start = max(min([end, *judged]) - sliding, 0)  # what stands before it does not change when more is read
+        page = None if start == end or self.config.stock else self.cache.read_page(start, end)
+        policy = InTurn(*pruners) if trace is None else Traced(InTurn(*pruners), trace)
+        try:
+            return generate(self.lm, self.cache, tokens, self.args.max_new_tokens, self.chunk_size, policy, on_text)
+        finally:
+            for pruner, before in zip(pruners, judged):
+                pruner.judged = before
+            if not self.config.stock:
+                self.cache.rewind(start)
+                if page is not None:
+                    self.cache.page_in(page)
+                self.cache.rewind(end)  # its count of tokens, where a page has brought entries back
+            elif sliding or self.cache.get_seq_length() < end:
+                self.cache = None  # what the stock cache has forgotten, or never read, the next question has to read
+            else:
+                self.cache.crop(end - self.cache.get_seq_length())  # minus the tokens to forget
+
+    def _tokens(self, question: str) -> torch.Tensor | None:
+        """The documents that were read, the exchanges that are kept, and the question; None where that is not to be had.
+
+        What the window has no room for is dropped from the exchanges, oldest first, and that is said.
+        """
+        if self.cache is None:
+            return None
+        read, tokenizer = {name: self.passages[name] for name in self.spans}, self.lm.tokenizer
+        while True:
+            questions = [*(asked for asked, _ in self.exchanges), question]
+            tokens = ask_prompt(tokenizer, read, questions[0], self.config).input_ids.tolist()
+            for (_, answer), asked in zip(self.exchanges, questions[1:]):
+                tokens += tokenise(tokenizer, answer + next_turn_text(tokenizer, asked, self.config))[0]
+            if len(tokens) + self.args.max_new_tokens <= self.lm.model.config.max_position_embeddings:
+                tokens = torch.tensor(tokens)
+                return tokens if torch.equal(tokens[: len(self.documents)], self.documents) else None
+            if not self.exchanges:
+                return None
+            print(f"no room for the question {self.exchanges[0][0]!r} and its answer; they are dropped", file=sys.stderr)
+            self.exchanges = self.exchanges[1:]
 
     def _fitting(self, question: str, scores: dict[str, float]) -> set[str]:
         """The best-ranked passages for which the window has room; says which have to be left out."""
         asked = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
-        turns_ahead = min(self.n_turns, SPARE_TURNS)  # when the window is full, the next turn reads again
-        room = self.lm.model.config.max_position_embeddings - turns_ahead * (len(asked) + self.args.max_new_tokens)
+        n_behind = (1 + self.args.history) * (len(asked) + self.args.max_new_tokens)  # the exchanges, as if of the same size
+        room = self.lm.model.config.max_position_embeddings - max(n_behind, QUESTION_TOKENS + self.args.max_new_tokens)
         fitting = set()
         for name in sorted(scores, key=scores.get, reverse=True):
             room -= len(tokenise(self.lm.tokenizer, self.passages[name])[0]) + 1  # + 1: a token that a boundary splits
@@ -1763,26 +1816,20 @@ class Conversation:
                   f"worst-ranked for this question: {some}", file=sys.stderr)
         return fitting
 
-    def _go_on(self, question: str, scores: dict[str, float]) -> bool:
-        """Add a question to what was read, and page in what it wants; False where that cannot be."""
-        if self.cache is None or max(scores, key=scores.get) not in self.spans:
-            return False
-        text = next_turn_text(self.lm.tokenizer, question, self.config)
-        tokens = torch.cat([self.tokens, torch.tensor(tokenise(self.lm.tokenizer, text)[0])])
-        n_tokens = len(tokens) + self.args.max_new_tokens
-        if n_tokens > self.lm.model.config.max_position_embeddings:
-            return False
-        self.tokens = tokens
-        for policy in self.policy.policies:
-            if isinstance(policy, (KeyNorm, RAGAwarePager)):
-                policy.budget = self._budget(n_tokens)
-        if self.pager is not None:
-            self.pager.retrieve({name: scores[name] for name in self.spans})
-            self.pager.evict(self.cache)
-        return True
-
-    def _budget(self, n_tokens: int) -> int | None:
-        return parse_budget(self.args.kv_budget)(n_tokens, entry_bytes(self.lm.model.config, self.lm.model.dtype))
+    def _facts(self, question: str, scores: dict[str, float], result: Generation, was_out: set[str]) -> dict:
+        pager, passages = self.pager, []
+        n_seen = result.n_prompt_tokens + len(result.itl_s)  # the last token of an answer is never read
+        for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]]):
+            state = "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"
+            passages.append({"passage": name, "tokens": stop - start, "score": scores[name],
+                             "lag": pager.lags[name] if pager else 0, "state": state})
+        return {
+            "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason,
+            "n_seen": n_seen, "n_beside": n_seen - sum(row["tokens"] for row in passages), "n_read": result.n_read,
+            "compression_ratio": result.compression_ratio,
+            "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
+            "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
+            "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None, "passages": passages}
 
 
 def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Config) -> Prompt:
@@ -1825,7 +1872,8 @@ def print_answer(facts: dict) -> None:
             print(f"(the best 10 and the worst 5 of {len(rows)})")
     states = Counter(row["state"] for row in rows)
     full, resident, peak = (facts[key] / 2**20 for key in ("kv_bytes_full", "kv_bytes_decode", "kv_bytes_peak"))
-    print(f"\npassages  {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen")
+    print(f"\npassages  {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen, "
+          f"{facts['n_beside']} of them instruction, question and answer")
     print(f"KV cache  full {full:.1f} MiB, resident {resident:.1f} MiB ({facts['compression_ratio']:.0%} of the entries "
           f"removed), peak {peak:.1f} MiB")
     itl = facts["itl_ms_mean"] or math.nan
@@ -1856,20 +1904,35 @@ def check_args(args: Args) -> None:
     """Refuse flags that cannot work together, before anything is loaded."""
     check_versions()
     check_policy(args, [args.config])
+    if args.history < 0:
+        raise Refusal(f"--history {args.history} is no number of exchanges; expected 0 or more")
     if args.trace is not None:
         check_writable(args.trace, "--trace")
 
 
 def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questions: tuple[str, ...], n_tokens: int):
-    """The model's configuration with room for the documents' `n_tokens` and each question; what cannot fit is refused."""
-    config, window, n_positions = CONFIGS[args.config], model_config.max_position_embeddings, n_tokens
-    for question in questions or ("?",):
-        asked = ask_prompt(tokenizer, {}, question, config)
-        fit_window(model_config, runtime.name, len(asked.input_ids) + args.max_new_tokens)
-        n_read = min(len(asked.input_ids) + n_tokens, window)
-        check_budget(config, asked, parse_budget(args.kv_budget)(n_read, entry_bytes(model_config, runtime.dtype)))
-        n_positions += len(asked.input_ids) + args.max_new_tokens
-    return fit_window(model_config, runtime.name, min(n_positions, window) if questions else window)
+    """The model's configuration with room for the documents' `n_tokens` and a question; one that cannot fit is refused."""
+    window, n_asked = model_config.max_position_embeddings, [QUESTION_TOKENS]
+    for question in questions:
+        n_asked.append(len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids))
+        fit_window(model_config, runtime.name, n_asked[-1] + args.max_new_tokens)
+    n_behind = (1 + args.history) * (max(n_asked) + args.max_new_tokens)
+    return fit_window(model_config, runtime.name, min(n_tokens + n_behind, window) if questions else window)
+
+
+def cut_documents(args: Args, documents: dict[str, str], tokenizer, bytes_per_token: int) -> tuple[Args, dict[str, str]]:
+    """The passages by name, none of them larger than the budget; and the flags, without one where there is little to evict."""
+    texts = {name: document.strip() + "\n\n" for name, document in documents.items()}
+    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in texts.values())
+    if CONFIGS[args.config].evict != "nothing" and args.kv_budget != "none" and n_tokens <= FLOOR:
+        print(f"the documents have {n_tokens} tokens: up to {FLOOR} are kept whole (--kv-budget none)")
+        args = replace(args, kv_budget="none")
+    budget = parse_budget(args.kv_budget)(n_tokens, bytes_per_token)
+    if budget == 0:
+        raise Refusal(f"--kv-budget {args.kv_budget} leaves none of the documents' {n_tokens} tokens; raise it")
+    size = PASSAGE_TOKENS if budget is None else min(PASSAGE_TOKENS, budget)  # so that the best passage always fits
+    return args, {f"{name} #{i}": text for name, document in texts.items()
+                  for i, text in enumerate(cut_passages(document, tokenizer, size), start=1)}
 
 
 def main(args: Args) -> int:
@@ -1879,12 +1942,8 @@ def main(args: Args) -> int:
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
     model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
-    passages = {f"{name} #{i}": text for name, document in documents.items() for i, text in
-                enumerate(cut_passages(document.strip() + "\n\n", tokenizer, PASSAGE_TOKENS), start=1)}
+    args, passages = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
-    if CONFIGS[args.config].evict == "segments" and BUDGET.fullmatch(args.kv_budget)["fraction"] and n_tokens <= PASSAGE_TOKENS:
-        print(f"the documents are one passage of {n_tokens} tokens: there is nothing to evict (--kv-budget none)")
-        args = replace(args, kv_budget="none")
     model_config = fit_questions(args, runtime, model_config, tokenizer, questions, n_tokens)
     args, surrogates = settle_pruning(args, [args.config], runtime, model_config)
     store = PageStore(args.page_dir)
@@ -1895,11 +1954,15 @@ def main(args: Args) -> int:
 
     turns, trace = [], trace_to(args.trace, case_id="conversation")
     retriever = HybridRetriever(list(passages.values()), embedder, reranker)
-    conversation = Conversation(args, lm, passages, retriever, store, len(questions) or SPARE_TURNS, surrogates)
+    conversation = Conversation(args, lm, passages, retriever, store, surrogates)
     with contextlib.closing(store), attention(lm.model, CONFIGS[args.config].stock):
         for question in questions or typed_questions():
             print(f"\n> {question}\n", flush=True)
-            turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))
+            try:
+                turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))
+            except Refusal as refusal:  # a question typed that no window holds; the next may be shorter
+                print(f"error: {refusal}", file=sys.stderr)
+                continue
             print(flush=True)
             print_answer(turns[-1])
     print(json.dumps({"runtime": str(runtime), "config": args.config, "turns": turns}))

@@ -1455,15 +1455,6 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     parse_budget(args.kv_budget)
 
 
-def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
-    """Refuse a budget that cannot be met, before weights load."""
-    if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
-        raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
-                      "(template, instruction, question); raise --kv-budget")
-    if config.evict == "key-norm" and budget is not None and budget < 1:
-        raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
-
-
 def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None = None,
                 store=None, trace: Trace | None = None) -> InTurn:
     """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
@@ -1505,7 +1496,7 @@ class Generation:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop" or "length"
+    finish_reason: str = "length"  # or "stop"
     n_prompt_tokens: int = 0
     n_read: int = 0  # of these, tokens that the cache had not read before
     prefill_s: float = 0.0
@@ -1560,7 +1551,8 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
              policy: Policy = Policy(), on_text: Callable[[str], None] | None = None) -> Generation:
     """Prefill, evict, decode greedily; mutates `cache`.
 
-    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot.
+    input_ids (n,) is the whole sequence: what the cache has read of it is passed over. chunk_size None reads in one shot. With
+    0 new tokens it reads and evicts alone.
     on_text gets the answer piece by piece as it comes. The latency of a token is that of the model and the policy; counting
     bytes and making text of tokens stay out of it.
     """
@@ -1577,9 +1569,9 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
     token = int(logits.argmax())
     result.ttft_s = clock(lm.device) - begin
     result.compression_ratio = 1 - kv_entries(cache) / (cache.get_seq_length() * kv_heads(lm.model.config))
+    result.account(cache, decoding=True)
     stream, told = DecodeStream(skip_special_tokens=True), ""
-    while True:
-        result.account(cache, decoding=True)
+    while len(result.token_ids) < max_new_tokens:
         if token in eos_ids:
             result.finish_reason = "stop"
             break
@@ -1588,13 +1580,13 @@ def generate(lm: LM, cache: Cache, input_ids: torch.Tensor, max_new_tokens: int,
             told += piece
             on_text(piece)
         if len(result.token_ids) == max_new_tokens:
-            result.finish_reason = "length"
             break
         begin = clock(lm.device)
         logits = forward(lm, cache, torch.tensor([token]))
         policy.after_token(cache)
         token = int(logits.argmax())
         result.itl_s.append(clock(lm.device) - begin)
+        result.account(cache, decoding=True)
     result.text = lm.tokenizer.decode(result.token_ids, skip_special_tokens=True)
     if on_text is not None:
         on_text(result.text[len(told) :])  # what was cut off within a character
@@ -2027,6 +2019,15 @@ FLAGS = (  # in the order of a file's name, after the task's own; lengths are no
     Flag("window", "window{}".format, lambda args, config: config.prune, optional=True),
     Flag("prune_at", str, lambda args, config: config.prune, optional=True),
 )
+
+
+def check_budget(config: Config, prompt: Prompt, budget: int | None) -> None:
+    """Refuse a budget that cannot be met, before weights load."""
+    if config.evict == "segments" and budget is not None and budget < prompt.reserved_tokens:
+        raise Refusal(f"a KV budget of {budget} entries is below the prompt's {prompt.reserved_tokens} reserved tokens "
+                      "(template, instruction, question); raise --kv-budget")
+    if config.evict == "key-norm" and budget is not None and budget < 1:
+        raise Refusal("a KV budget of 0 entries leaves nothing to attend to; raise --kv-budget")
 
 
 @dataclass(frozen=True)

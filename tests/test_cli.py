@@ -78,8 +78,7 @@ def test_folder_without_texts(no_weights, capsys):
     (dict(model="."), "--model ."),
     (dict(kv_budget="0"), "--kv-budget 0"), (dict(kv_budget="0.0"), "--kv-budget 0.0"), (dict(kv_budget="-1"), "--kv-budget -1"),
     (dict(kv_budget="1.5"), "--kv-budget 1.5"), (dict(kv_budget="0MiB"), "--kv-budget 0MiB"), (dict(kv_budget="lots"), "--kv-budget lots"),
-    (dict(kv_budget=""), "--kv-budget"), (dict(kv_budget="12"), "reserved"), (dict(kv_budget="2KiB"), "reserved"),
-    (dict(config="L4", kv_budget="0.0001"), "budget"),
+    (dict(kv_budget=""), "--kv-budget"), (dict(history=-1), "--history -1"),
     (dict(config="L9"), "L9"), (dict(config="all"), "all"),
     (dict(chunk_size=0), "--chunk-size 0"), (dict(chunk_size=-5), "--chunk-size -5"),
     (dict(evict_at="junk"), "--evict-at junk"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
@@ -92,6 +91,47 @@ def test_bad_questions_and_settings(no_weights, monkeypatch, capsys, given, said
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     Path("notes.txt").write_text("The meeting was chaired by Ada.")
     assert said in refusal(core, capsys, **{"docs": (Path("notes.txt"),), "ask": ("Who chaired?",), **given})
+
+
+FACTS = "".join(f"Fact {i} of the list is that {i * i} is a square. " for i in range(40))  # 1,700 tokens of the tiny model
+
+
+@pytest.mark.parametrize("config", ["L3", "L4", "L7"])
+def test_a_budget_of_nothing_is_refused(no_weights, capsys, config):
+    Path("notes.txt").write_text(FACTS)
+    said = refusal(core, capsys, docs=(Path("notes.txt"),), ask=("Who?",), config=config, kv_budget="0.0001")
+    assert "--kv-budget 0.0001 leaves none" in said
+
+
+def answers(capsys, **given) -> tuple[list[dict], str]:
+    """The turns of a run of cognito_run.py over notes.txt, and what it printed."""
+    asked = dict(docs=(Path("notes.txt"),), max_new_tokens=4)
+    assert core.run_main(core.main, core.Args(**{**CPU, **asked, **given})) == 0
+    out = capsys.readouterr().out
+    return json.loads(out.splitlines()[-1])["turns"], out
+
+
+@pytest.mark.parametrize("config", ["L3", "L4"])
+def test_a_short_note_is_kept_whole(capsys, config):
+    """Eight questions about a note of 400 tokens: all answered, and nothing evicted."""
+    Path("notes.txt").write_text(FACTS[:400])
+    turns, out = answers(capsys, config=config, ask=tuple(f"What is fact {i}?" for i in range(8)))
+    assert len(turns) == 8 and "up to 512 are kept whole" in out
+    assert all(turn["compression_ratio"] == 0 and len(turn["passages"]) > 1 for turn in turns)
+
+
+@pytest.mark.parametrize("kv_budget", ["40", "0.05", "40KiB", "0.4"])
+def test_the_best_passage_always_stays(capsys, kv_budget):
+    """However small the budget: passages are cut so that one fits, and what stays fits."""
+    Path("notes.txt").write_text(FACTS)
+    turns, _ = answers(capsys, kv_budget=kv_budget, ask=("What is fact 7?", "And fact 30?", "What is fact 7?"))
+    per_token = turns[0]["kv_bytes_full"] / turns[0]["n_seen"]
+    n_tokens = sum(row["tokens"] for row in turns[0]["passages"])
+    budget = {"40": 40, "40KiB": 40 * 1024 // per_token}.get(kv_budget) or float(kv_budget) * n_tokens
+    for turn in turns:
+        rows = turn["passages"]
+        assert max(row["score"] for row in rows) in [row["score"] for row in rows if row["state"] != "evicted"]
+        assert 0 < sum(row["tokens"] for row in rows if row["state"] != "evicted") <= budget + 1
 
 
 @pytest.mark.parametrize("given, said", [

@@ -253,11 +253,11 @@ def test_longrope_uses_one_table(tmp_path, ids):
 
 
 def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch, capsys):
-    """The first turn ends inside the original window and the last outside it: the first must foresee that."""
+    """The first turn ends inside the original window and the last, a long question, outside it: the first must foresee that."""
     Path(tmp_path, "notes.txt").write_text("The meeting was chaired by Ada. ")
     folder, models, real = save_model(tmp_path / "phi3", phi3(original_window=300)), [], core.load_model
     monkeypatch.setattr(core, "load_model", lambda *args: models.append(real(*args)) or models[-1])
-    args = core.Args(docs=(tmp_path / "notes.txt",), ask=("Who?", "When?", "Where?"), config="L2", model=folder, device="cpu",
+    args = core.Args(docs=(tmp_path / "notes.txt",), ask=("Who?", "When? " * 30), config="L2", model=folder, device="cpu",
                      dtype="float32", reranker="none", max_new_tokens=2)
     assert core.main(args) == 0
     seen = [turn["n_seen"] for turn in json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]]
