@@ -83,6 +83,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads tha
 
 FLOOR = 512  # tokens of documents that are kept whole: evicting saves nothing there that anybody would miss
 QUESTION_TOKENS = 256  # room that documents leave in the window for a question
+RESERVE = 4000  # and for passages that are read in later: four questions' best, but no more than a quarter of the window
+YARN_FACTOR = 4  # --rope yarn stretches the window up to so many times
+N_CITED = 3  # passages that an answer names, at most
 
 INSTRUCTION = "Here are some passages from documents.\n\n"
 QUESTION = "\n\nAnswer this question in a few words, from the passages above: {question}"
@@ -181,6 +184,9 @@ class Args(PolicyArgs):
     """a question; repeat the flag for more; none: a prompt loop on a terminal"""
     history: int = 0
     """exchanges that a question is read after; 0: every question is answered as if it were the first"""
+    rope: str = "none"
+    """where the documents exceed the model's window: none (passages are read in as questions want them) or yarn (rescale the
+    rotary frequencies, for up to four times the window)"""
     page_dir: Path | None = None
     """keep evicted passages in this folder instead of in host memory"""
     cache: bool = True
@@ -317,6 +323,7 @@ def check_args(args: Args) -> None:
     """Refuse flags that cannot work together, before anything is loaded."""
     check_versions()
     check_policy(args, [args.config])
+    check_choice("--rope", args.rope, ("none", "yarn"))
     if args.history < 0:
         raise Refusal(f"--history {args.history} is no number of exchanges; expected 0 or more")
     if args.trace is not None:
@@ -624,6 +631,26 @@ def model_folder(runtime: Runtime) -> str:
 # <<< core:runtime
 
 
+# >>> core:rope (canonical: cognito_run.py)
+def stretch(config, name: str, length: int, rope: str):
+    """A configuration with room for `length` positions: the same, or a copy under YaRN by the factor length / window."""
+    window, parameters = config.max_position_embeddings, config.rope_parameters
+    if length <= window:
+        return config
+    if rope == "none" or parameters.get("rope_type") != "default":
+        why = "--rope none" if rope == "none" else f"its rope type {parameters.get('rope_type')} is not to be rescaled"
+        raise Refusal(f"{length} tokens are asked for, but {name} has {window} positions ({why}); shorten the text, or pass "
+                      f"{'--rope yarn or ' * (rope == 'none')}another --model")
+    config = copy.deepcopy(config)
+    config.rope_parameters = {**parameters, "rope_type": "yarn", "factor": length / window,
+                              "original_max_position_embeddings": window}
+    config.max_position_embeddings = length
+    return config
+
+
+# <<< core:rope
+
+
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
 PASSAGE_TOKENS = 200
@@ -724,7 +751,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
+Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor | None, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
 ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
 STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
@@ -859,7 +886,8 @@ class PagedLayer(CacheLayerMixin):
         parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                  for buffer, q in zip(self.buffers, groups.split(rows))]
         if self.observe is not None:
-            self.observe(self, groups, torch.cat([lse for _, lse in parts]), scaling)
+            sums = [lse for _, lse in parts]
+            self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             self._forget(self.seen - window)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
@@ -1379,6 +1407,19 @@ class RAGAwarePager(Evictor):
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
 
+    def add(self, spans: dict[str, tuple[int, int]]) -> None:
+        """Take up segments that are to be read behind the prompt."""
+        self.spans |= spans
+        self.scores |= dict.fromkeys(spans, 0.0)
+        self.lags |= dict.fromkeys(spans, -1)
+
+    def forget(self, n: int) -> None:
+        """Drop the segments at positions n and after, and their pages: the cache is rewound to n."""
+        for name in [name for name, (start, _) in self.spans.items() if start >= n]:
+            del self.spans[name], self.scores[name], self.lags[name], self.paged[name]
+            for start, _ in self.out.pop(name, []):
+                self.store.take(f"{name}@{start}")
+
     def retention(self, name: str) -> float:
         return self.scores[name] * math.exp(-DECAY * self.lags[name])
 
@@ -1768,10 +1809,11 @@ def trace_to(path: Path | None, **tags) -> Trace | None:
 
 
 class ReadingBar(Policy):
-    """Evicts nothing: shows on stderr how much of a long prompt has been read."""
+    """Evicts nothing: shows on stderr how much of a long reading is done."""
 
-    def __init__(self, n_tokens: int):
-        self.bar = tqdm(total=n_tokens, desc="reading", unit="token", leave=False, disable=n_tokens < 512)  # else under 2 s
+    def __init__(self, n_tokens: int, n_read: int = 0):
+        short = n_tokens - n_read < 512  # under 2 s
+        self.bar = tqdm(total=n_tokens, initial=n_read, desc="reading", unit="token", leave=False, disable=short)
 
     def after_chunk(self, cache: Cache) -> None:
         self.bar.update(cache.get_seq_length() - self.bar.n)
@@ -1780,13 +1822,47 @@ class ReadingBar(Policy):
         self.bar.close()
 
 
+@contextlib.contextmanager
+def attention_received(cache: Cache, n_prompt: int, n_positions: int) -> Iterator[dict[torch.device, torch.Tensor]]:
+    """Within it, add up the attention that each position receives while an answer is made, (n_positions,) by device.
+
+    Counted are the softmax weights of the last query of every forward from the prompt's last token on, over all layers and
+    heads. A layer that gives no log-sum-exp (soft-capping, a sliding window that cuts) is passed over, and so is a stock cache.
+    """
+    received, layers = {}, cache.layers if isinstance(cache, PagedCache) else []
+
+    def take(layer: PagedLayer, query: torch.Tensor, lse: torch.Tensor | None, scaling: float) -> None:
+        if lse is None or layer.seen < n_prompt:
+            return
+        if query.device not in received:
+            received[query.device] = torch.zeros(n_positions, device=query.device)
+        rows = layer.buffers[0].keys.shape[0]
+        for buffer, q, log_sum in zip(layer.buffers, query[:, :, -1].split(rows), lse[:, :, -1:].split(rows)):
+            keys, _, positions = buffer.entries()
+            weights = torch.exp((q @ keys.mT).float() * scaling - log_sum)  # (h, G, S)
+            received[query.device].index_add_(0, positions.flatten(), weights.sum(dim=1).flatten())
+
+    for layer in layers:
+        layer.observe = take
+    try:
+        yield received
+    finally:
+        for layer in layers:
+            layer.observe = None
+
+
 class Conversation:
     """Questions about one set of passages, which are read once.
 
     Every question stands directly behind the documents, as if it were the first. Before it is read the pager pages in what it
     wants; once it is answered the cache goes back to the end of the documents. With `--history N` the last N exchanges stand
-    between the two. Where the passages exceed the model's window, the best-ranked that fit are read, in document order; a
-    question whose best passage was left out makes it read again.
+    between the two.
+
+    Where the passages exceed the model's window, the best-ranked that fit are read, in document order, and a reserve of
+    positions stays free behind them. There a later question's best are read in where they are unread, and the pager evicts the
+    worst for them. When the reserve is used up the cache goes back to the end of the first reading. It cannot where that has
+    lost entries for good (L4, L6, L7, a sliding window), and the stock cache (L1) has no reserve: these read anew when a
+    question's very best is unread.
     """
 
     def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, store: PageStore,
@@ -1794,9 +1870,13 @@ class Conversation:
         self.args, self.lm, self.passages, self.retriever, self.store = args, lm, passages, retriever, store
         self.surrogates, self.config = surrogates, CONFIGS[args.config]
         self.chunk_size = None if self.config.stock else args.chunk_size
+        self.window = lm.model.config.max_position_embeddings
+        self.n_tokens = {name: len(tokenise(lm.tokenizer, text)[0]) for name, text in passages.items()}
+        self.never_read = list(passages)
         self.cache: Cache | None = None
         self.policy = InTurn()
         self.documents = torch.empty(0, dtype=torch.long)  # the prompt up to the question
+        self.n_first = 0  # of these, tokens of the first reading; behind them stands what was read in
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
         self.exchanges: list[tuple[str, str]] = []  # the last --history questions, with their answers
 
@@ -1806,61 +1886,153 @@ class Conversation:
 
     def ask(self, question: str, on_text: Callable[[str], None], trace: Trace | None) -> dict:
         """Answer a question and return what it took, JSON-ready; the cache then holds the documents alone again."""
-        alone = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
-        fit_window(self.lm.model.config, "the model", len(alone) + self.args.max_new_tokens)
+        n_asked = len(ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids)
+        check_room("the model", self.window, n_asked, self.args.max_new_tokens, max(self.n_tokens.values()))
         looked_for = " ".join([*(asked for asked, _ in self.exchanges[-1:]), question])  # "And when?" says little by itself
         scores = dict(zip(self.passages, self.retriever.rank(looked_for).tolist()))
-        was_out, reading = set(self.pager.out) if self.pager else set(), None
-        tokens = self._tokens(question)
-        if tokens is None or max(scores, key=scores.get) not in self.spans:
-            reading, was_out = self._read(question, scores, trace), set()
-            tokens = self._tokens(question)
-        elif self.pager is not None:
-            self.pager.retrieve({name: scores[name] for name in self.spans})
-            self.pager.evict(self.cache)
-        result = self._answer(tokens, on_text, trace)
-        if reading is not None:
-            result.n_read += reading.n_read
-            result.ttft_s += reading.ttft_s
-            result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak)
-        facts = self._facts(question, scores, result, was_out)
+        reading, came = self._prepare(question, n_asked + self.args.max_new_tokens, scores, trace)
+        result, received = self._answer(self._tokens(question), on_text, trace)
+        result.n_read += reading.n_read
+        result.ttft_s += reading.ttft_s
+        result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak)
+        facts = self._facts(question, scores, result, came) | self._cite(scores, received)
         self.exchanges = [*self.exchanges, (question, result.text.strip())][-self.args.history :] if self.args.history else []
         return facts
 
-    def _read(self, question: str, scores: dict[str, float], trace: Trace | None) -> Generation:
+    def set_budget(self, text: str) -> None:
+        """Keep another share of the passages from the next question on: they leave, or come back from their pages.
+
+        L4, which has no pages, reads anew.
+        """
+        n_tokens = sum(self.n_tokens.values())
+        n_kept = parse_budget(text)(n_tokens, entry_bytes(self.lm.model.config, self.lm.model.dtype))
+        if self.config.evict == "nothing":
+            raise Refusal(f"{self.args.config} has no budget, which L3, L4 and L7 have; start again with another --config")
+        if n_tokens <= FLOOR:
+            raise Refusal(f"the documents have {n_tokens} tokens, and up to {FLOOR} are kept whole; add --docs to evict any")
+        if n_kept == 0:
+            raise Refusal(f"a budget of {text} leaves none of the documents' {n_tokens} tokens; raise it")
+        self.args = replace(self.args, kv_budget=text)
+        if self.pager is None:
+            self.cache = None
+        else:
+            self.pager.budget = self._budget()
+
+    def _budget(self) -> int:
+        """Entries that stay: the flag's share of the first reading's passages, or the longest passage; and what is reserved."""
+        first = [stop - start for start, stop in self.spans.values() if stop <= self.n_first]
+        n_kept = parse_budget(self.args.kv_budget)(sum(first), entry_bytes(self.lm.model.config, self.lm.model.dtype))
+        if n_kept is None:
+            return self.window
+        longest = max([*first, *self.n_tokens.values()])
+        if n_kept < longest and self.config.evict == "segments":
+            print(f"a budget of {n_kept} entries is below the longest passage; raised to its {longest}", file=sys.stderr)
+            n_kept = longest
+        return n_kept + self.n_first - sum(first)
+
+    def _prepare(self, question: str, n_behind: int, scores: dict[str, float], trace: Trace | None
+                 ) -> tuple[Generation, dict[str, str]]:
+        """Have the question's best passages in the cache; what reading took, and how those passages came that were not there.
+
+        n_behind: positions that the question and its answer take.
+        """
+        best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
+        crowded = len(self.documents) + n_behind > self.window or self._new(best, n_behind) != self._unread(best)
+        if crowded and self._can_go_back():
+            self._go_back()
+        new = self._new(best, n_behind)
+        known = self.cache is not None and best[0] in {*self.spans, *new}
+        if not known or len(self.documents) + n_behind > self.window:
+            return self._read(question, n_behind, scores, trace), {}
+        was_out = self.pager.out.keys() if self.pager else ()
+        came = dict.fromkeys(was_out, "paged in") | dict.fromkeys(new, "read in")
+        if new:
+            self._append(new, question)
+        if self.pager:
+            self.pager.retrieve({name: scores[name] for name in self.spans})
+        return self._bring_in(trace), came
+
+    def _read(self, question: str, n_behind: int, scores: dict[str, float], trace: Trace | None) -> Generation:
         """Start with an empty cache: read the passages that fit, and evict."""
         self.store.close()
-        self.cache = None  # until the documents have been read
-        fitting = self._fitting(question, scores)
+        room, ranked = self._room(n_behind), sorted(scores, key=scores.get, reverse=True)
+        room = min(room, self.window - QUESTION_TOKENS - self.args.max_new_tokens)
+        if len(self._fitting(ranked, room)) < len(ranked) and not self.config.stock:
+            room -= min(RESERVE, self.window // 4, room // 2)
+        fitting = self._fitting(ranked, room) or ranked[:1]
         read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
         prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
         spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
-        self.documents = prompt.input_ids[: spans["question"][0]]
         self.spans = {name: spans[name] for name in read}
-        n_passages = sum(stop - start for start, stop in self.spans.values())
-        budget = parse_budget(self.args.kv_budget)(n_passages, entry_bytes(self.lm.model.config, self.lm.model.dtype))
-        budget = None if budget is None else budget + len(self.documents) - n_passages  # it is one of passages
-        n_tokens = len(prompt.input_ids) + self.args.max_new_tokens
-        cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
+        self.n_first = spans["question"][0]
+        self.documents = prompt.input_ids[: self.n_first]
+        budget, n_tokens = self._budget(), len(prompt.input_ids) + self.args.max_new_tokens
+        self.cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
         ranked = {name: scores[name] for name in read}
         self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
-        policy = self.policy if trace is None else Traced(self.policy, trace)
-        policy, result = InTurn(policy, ReadingBar(len(self.documents))), Generation()
-        if not self.config.stock:  # the baseline reads documents and question in one shot
+        return self._bring_in(trace)
+
+    def _append(self, names: list[str], question: str) -> None:
+        """Put passages behind the documents, in document order; what stands there keeps its tokens."""
+        pieces = {name: text for name, text in self.passages.items() if name in names}
+        prompt = ask_prompt(self.lm.tokenizer, pieces, question, self.config)  # as if they were the only ones
+        spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans) if not segment.reserved}
+        first, stop = min(spans.values())[0], max(spans.values())[1]
+        shift = len(self.documents) - first
+        spans = {name: (start + shift, stop + shift) for name, (start, stop) in spans.items()}
+        self.documents = torch.cat([self.documents, prompt.input_ids[first:stop]])
+        self.spans |= spans
+        if self.pager:
+            self.pager.add(spans)
+
+    def _bring_in(self, trace: Trace | None) -> Generation:
+        """Read what is new of the documents, and have the pager change places.
+
+        Where that breaks off the cache is lost, and the next question reads anew.
+        """
+        result = Generation()
+        if self.config.stock:
+            return result  # it reads documents and question in one shot
+        cache, self.cache = self.cache, None
+        if cache.get_seq_length() < len(self.documents):
+            policy = self.policy if trace is None else Traced(self.policy, trace)
+            policy = InTurn(policy, ReadingBar(len(self.documents), cache.get_seq_length()))
             result = generate(self.lm, cache, self.documents, 0, self.chunk_size, policy)
+        elif self.pager:
+            self.pager.evict(cache)
         self.cache = cache
         return result
 
-    def _answer(self, tokens: torch.Tensor, on_text: Callable[[str], None], trace: Trace | None) -> Generation:
-        """Read what stands behind the documents and answer; the cache is then what it was before, also when that fails."""
+    def _can_go_back(self) -> bool:
+        """Whether something was read in, and the cache without it is that of the first reading."""
+        lasting = getattr(self.lm.model.config, "sliding_window", None) or set(self.policy.policies) - {self.pager}
+        return self.cache is not None and len(self.documents) > self.n_first and not lasting
+
+    def _go_back(self) -> None:
+        """Forget what was read in."""
+        self.cache.rewind(self.n_first)
+        self.documents = self.documents[: self.n_first]
+        self.spans = {name: span for name, span in self.spans.items() if span[1] <= self.n_first}
+        if self.pager:
+            self.pager.forget(self.n_first)
+
+    def _answer(self, tokens: torch.Tensor, on_text: Callable[[str], None], trace: Trace | None
+                ) -> tuple[Generation, torch.Tensor | None]:
+        """Read what stands behind the documents and answer; the cache is then what it was before, also when that fails.
+
+        Also returns the attention that each position received, (n,), where the cache can tell.
+        """
         end, pruners = len(self.documents), [policy for policy in self.policy.policies if isinstance(policy, Pruner)]
         pruners = [pruner for pruner in pruners if pruner.threshold is not None]  # a share was cut of the documents alone
         judged, sliding = [pruner.judged for pruner in pruners], getattr(self.lm.model.config, "sliding_window", None) or 0
         start = max(min([end, *judged]) - sliding, 0)  # what stands before it does not change when more is read
         page = None if start == end or self.config.stock else self.cache.read_page(start, end)
         policy = InTurn(*pruners) if trace is None else Traced(InTurn(*pruners), trace)
+        n_new = self.args.max_new_tokens
         try:
-            return generate(self.lm, self.cache, tokens, self.args.max_new_tokens, self.chunk_size, policy, on_text)
+            with attention_received(self.cache, len(tokens), len(tokens) + n_new) as received:
+                result = generate(self.lm, self.cache, tokens, n_new, self.chunk_size, policy, on_text)
+            return result, sum(share.cpu() for share in received.values()) if received else None
         finally:
             for pruner, before in zip(pruners, judged):
                 pruner.judged = before
@@ -1874,59 +2046,84 @@ class Conversation:
             else:
                 self.cache.crop(end - self.cache.get_seq_length())  # minus the tokens to forget
 
-    def _tokens(self, question: str) -> torch.Tensor | None:
-        """The documents that were read, the exchanges that are kept, and the question; None where that is not to be had.
+    def _tokens(self, question: str) -> torch.Tensor:
+        """The documents that were read, the exchanges that are kept, and the question.
 
         What the window has no room for is dropped from the exchanges, oldest first, and that is said.
         """
-        if self.cache is None:
-            return None
-        read, tokenizer = {name: self.passages[name] for name in self.spans}, self.lm.tokenizer
+        tokenizer, last = self.lm.tokenizer, max(self.spans, key=self.spans.get)
         while True:
             questions = [*(asked for asked, _ in self.exchanges), question]
-            tokens = ask_prompt(tokenizer, read, questions[0], self.config).input_ids.tolist()
+            prompt = ask_prompt(tokenizer, {last: self.passages[last]}, questions[0], self.config)
+            tokens = prompt.input_ids[prompt.spans[-2][0] :].tolist()  # a token that the boundary merges is the passage's
             for (_, answer), asked in zip(self.exchanges, questions[1:]):
                 tokens += tokenise(tokenizer, answer + next_turn_text(tokenizer, asked, self.config))[0]
-            if len(tokens) + self.args.max_new_tokens <= self.lm.model.config.max_position_embeddings:
-                tokens = torch.tensor(tokens)
-                return tokens if torch.equal(tokens[: len(self.documents)], self.documents) else None
-            if not self.exchanges:
-                return None
+            if not self.exchanges or len(self.documents) + len(tokens) + self.args.max_new_tokens <= self.window:
+                return torch.cat([self.documents, torch.tensor(tokens)])
             print(f"no room for the question {self.exchanges[0][0]!r} and its answer; they are dropped", file=sys.stderr)
             self.exchanges = self.exchanges[1:]
 
-    def _fitting(self, question: str, scores: dict[str, float]) -> set[str]:
-        """The best-ranked passages for which the window has room; says which have to be left out."""
-        asked = ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids
-        n_behind = (1 + self.args.history) * (len(asked) + self.args.max_new_tokens)  # the exchanges, as if of the same size
-        room = self.lm.model.config.max_position_embeddings - max(n_behind, QUESTION_TOKENS + self.args.max_new_tokens)
-        fitting = set()
-        for name in sorted(scores, key=scores.get, reverse=True):
-            room -= len(tokenise(self.lm.tokenizer, self.passages[name])[0]) + 1  # + 1: a token that a boundary splits
-            if room < 0:
-                break
-            fitting.add(name)
-        left_out = [name for name in self.passages if name not in fitting]
-        if left_out:
-            some = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
-            print(f"{len(left_out)} of {len(self.passages)} passages exceed the model's window; left out, as the "
-                  f"worst-ranked for this question: {some}", file=sys.stderr)
-        return fitting
+    def _room(self, n_behind: int) -> int:
+        """Positions for documents; exchanges count as if each had the size of this one, up to a quarter of the window."""
+        return self.window - n_behind - min(self.args.history * n_behind, self.window // 4)
 
-    def _facts(self, question: str, scores: dict[str, float], result: Generation, was_out: set[str]) -> dict:
+    def _unread(self, names: list[str]) -> list[str]:
+        return [name for name in names if name not in self.spans]
+
+    def _new(self, names: list[str], n_behind: int) -> list[str]:
+        """Of these passages those that can be read in."""
+        return [] if self.config.stock else self._fitting(self._unread(names), self._room(n_behind) - len(self.documents))
+
+    def _fitting(self, names: list[str], room: int) -> list[str]:
+        """The first of these passages, as many as there is room for."""
+        ends = itertools.accumulate(self.n_tokens[name] + 1 for name in names)  # + 1: a token that a boundary splits
+        return [name for name, end in zip(names, ends) if end <= room]
+
+    def _facts(self, question: str, scores: dict[str, float], result: Generation, came: dict[str, str]) -> dict:
+        self._say_unread()
         pager, passages = self.pager, []
         n_seen = result.n_prompt_tokens + len(result.itl_s)  # the last token of an answer is never read
-        for name, (start, stop) in sorted(self.spans.items(), key=lambda item: -scores[item[0]]):
-            state = "evicted" if pager and name in pager.out else "paged in" if name in was_out else "resident"
-            passages.append({"passage": name, "tokens": stop - start, "score": scores[name],
-                             "lag": pager.lags[name] if pager else 0, "state": state})
+        for name in sorted(self.passages, key=scores.get, reverse=True):
+            row = {"passage": name, "tokens": self.n_tokens[name], "score": scores[name], "lag": None, "state": "unread",
+                   "at": None}
+            if name in self.spans:
+                start, stop = self.spans[name]
+                row |= {"tokens": stop - start, "lag": pager.lags[name] if pager else 0,
+                        "state": came.get(name, "resident"), "at": "device"}
+            if pager and name in pager.out:
+                row |= {"state": "evicted", "at": "host" if self.store.folder is None else "disk"}
+            passages.append(row)
+        n_passages = sum(stop - start for start, stop in self.spans.values())
         return {
             "question": question, "answer": result.text.strip(), "finish_reason": result.finish_reason,
-            "n_seen": n_seen, "n_beside": n_seen - sum(row["tokens"] for row in passages), "n_read": result.n_read,
+            "n_seen": n_seen, "n_beside": n_seen - n_passages, "n_read": result.n_read,
             "compression_ratio": result.compression_ratio,
             "kv_bytes_full": n_seen * entry_bytes(self.lm.model.config, self.lm.model.dtype),
             "kv_bytes_decode": result.kv_bytes_decode, "kv_bytes_peak": result.kv_bytes_peak, "ttft_s": result.ttft_s,
             "itl_ms_mean": float(np.mean(result.itl_s)) * 1e3 if result.itl_s else None, "passages": passages}
+
+    def _cite(self, scores: dict[str, float], received: torch.Tensor | None) -> dict:
+        """The passages that retriever and model both support, three at most.
+
+        Among the question's five best by score that are in the cache, those are cited that are also among the five to which the
+        model paid most attention while it answered (`attention_received`), most attention first. Where attention cannot be
+        told (the stock cache of L1, soft-capping, a sliding window that cuts in every layer), the best by score are cited.
+        """
+        here = {name: span for name, span in self.spans.items() if self.pager is None or name not in self.pager.out}
+        best = [name for name in sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED] if name in here and scores[name] > 0]
+        if received is None:
+            return {"citations": best[:N_CITED], "cited_by": "retriever"}
+        paid = {name: float(received[start:stop].sum()) for name, (start, stop) in here.items()}
+        most = sorted(paid, key=paid.get, reverse=True)[:N_RETRIEVED]
+        return {"citations": [name for name in most if name in best][:N_CITED], "cited_by": "retriever and attention"}
+
+    def _say_unread(self) -> None:
+        """Say how many passages have never been read, where that has changed."""
+        before, self.never_read = self.never_read, self._unread(self.never_read)
+        if len(self.never_read) < len(before) and len(self.spans) < len(self.passages):
+            some = ", ".join(self.never_read[:8]) + ", ..." * (len(self.never_read) > 8)
+            print(f"the documents exceed the model's window: {len(self.never_read)} of {len(self.passages)} passages have never "
+                  f"been read{': ' * bool(some)}{some}", file=sys.stderr)
 
 
 def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Config) -> Prompt:
@@ -1964,7 +2161,7 @@ def print_answer(facts: dict) -> None:
     if any(row["state"] != "resident" for row in rows):
         print(f"\n{'passage':40}{'tokens':>7}{'RRF':>9}{'lag':>5}  state")
         for row in [*rows[:10], *rows[max(10, len(rows) - 5) :]]:
-            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag']:5}  {row['state']}")
+            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag'] or 0:5}  {row['state']}")
         if len(rows) > 15:
             print(f"(the best 10 and the worst 5 of {len(rows)})")
     states = Counter(row["state"] for row in rows)
@@ -1997,14 +2194,29 @@ def check_questions(args: Args) -> tuple[str, ...]:
     return args.ask or (() if args.docs else (DEMO_QUESTION,))
 
 
+def check_room(name: str, window: int, n_asked: int, n_new: int, n_passage: int) -> None:
+    """Refuse a question or an answer so long that the window has no room for a passage beside them."""
+    room = window - n_asked - n_passage
+    if n_new > room:
+        way_out = f"pass --max-new-tokens {room} or less" if room > 0 else "shorten the question"
+        raise Refusal(f"{name} has {window} positions, too few for a question of {n_asked} tokens, a passage of {n_passage} and "
+                      f"--max-new-tokens {n_new}; {way_out}")
+
+
 def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questions: tuple[str, ...], n_tokens: int):
-    """The model's configuration with room for the documents' `n_tokens` and a question; one that cannot fit is refused."""
-    window, n_asked = model_config.max_position_embeddings, [QUESTION_TOKENS]
-    for question in questions:
-        n_asked.append(len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids))
-        fit_window(model_config, runtime.name, n_asked[-1] + args.max_new_tokens)
-    n_behind = (1 + args.history) * (max(n_asked) + args.max_new_tokens)
-    return fit_window(model_config, runtime.name, min(n_tokens + n_behind, window) if questions else window)
+    """The model's configuration with room for the documents' `n_tokens`, or for what its window holds of them, and a question.
+
+    One that leaves no room for a passage is refused. With `--rope yarn` the window is stretched as far as the documents need.
+    """
+    asked = [len(ask_prompt(tokenizer, {}, question, CONFIGS[args.config]).input_ids) for question in questions or ("?",)]
+    n_positions = n_tokens + (1 + args.history) * (max(QUESTION_TOKENS, *asked) + args.max_new_tokens)
+    window = model_config.max_position_embeddings
+    if args.rope == "yarn" and n_positions > window:
+        model_config = stretch(model_config, runtime.name, min(n_positions, YARN_FACTOR * window), args.rope)
+        factor, window = model_config.max_position_embeddings / window, model_config.max_position_embeddings
+        print(f"{n_positions} tokens exceed the model's window: YaRN, factor {factor:g}", flush=True)
+    check_room(runtime.name, window, max(asked), args.max_new_tokens, min(PASSAGE_TOKENS, n_tokens))
+    return fit_window(model_config, runtime.name, min(n_positions, window) if questions else window)
 
 
 def cut_documents(args: Args, documents: dict[str, str], tokenizer, bytes_per_token: int) -> tuple[Args, dict[str, str]]:

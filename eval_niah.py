@@ -685,7 +685,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
+Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor | None, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
 ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
 STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
@@ -820,7 +820,8 @@ class PagedLayer(CacheLayerMixin):
         parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                  for buffer, q in zip(self.buffers, groups.split(rows))]
         if self.observe is not None:
-            self.observe(self, groups, torch.cat([lse for _, lse in parts]), scaling)
+            sums = [lse for _, lse in parts]
+            self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             self._forget(self.seen - window)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
@@ -1302,6 +1303,19 @@ class RAGAwarePager(Evictor):
         best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
+
+    def add(self, spans: dict[str, tuple[int, int]]) -> None:
+        """Take up segments that are to be read behind the prompt."""
+        self.spans |= spans
+        self.scores |= dict.fromkeys(spans, 0.0)
+        self.lags |= dict.fromkeys(spans, -1)
+
+    def forget(self, n: int) -> None:
+        """Drop the segments at positions n and after, and their pages: the cache is rewound to n."""
+        for name in [name for name, (start, _) in self.spans.items() if start >= n]:
+            del self.spans[name], self.scores[name], self.lags[name], self.paged[name]
+            for start, _ in self.out.pop(name, []):
+                self.store.take(f"{name}@{start}")
 
     def retention(self, name: str) -> float:
         return self.scores[name] * math.exp(-DECAY * self.lags[name])

@@ -588,6 +588,26 @@ def model_folder(runtime: Runtime) -> str:
 # <<< core:runtime
 
 
+# >>> core:rope (canonical: cognito_run.py)
+def stretch(config, name: str, length: int, rope: str):
+    """A configuration with room for `length` positions: the same, or a copy under YaRN by the factor length / window."""
+    window, parameters = config.max_position_embeddings, config.rope_parameters
+    if length <= window:
+        return config
+    if rope == "none" or parameters.get("rope_type") != "default":
+        why = "--rope none" if rope == "none" else f"its rope type {parameters.get('rope_type')} is not to be rescaled"
+        raise Refusal(f"{length} tokens are asked for, but {name} has {window} positions ({why}); shorten the text, or pass "
+                      f"{'--rope yarn or ' * (rope == 'none')}another --model")
+    config = copy.deepcopy(config)
+    config.rope_parameters = {**parameters, "rope_type": "yarn", "factor": length / window,
+                              "original_max_position_embeddings": window}
+    config.max_position_embeddings = length
+    return config
+
+
+# <<< core:rope
+
+
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
 PASSAGE_TOKENS = 200
@@ -688,7 +708,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
+Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor | None, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
 ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
 STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
@@ -823,7 +843,8 @@ class PagedLayer(CacheLayerMixin):
         parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                  for buffer, q in zip(self.buffers, groups.split(rows))]
         if self.observe is not None:
-            self.observe(self, groups, torch.cat([lse for _, lse in parts]), scaling)
+            sums = [lse for _, lse in parts]
+            self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             self._forget(self.seen - window)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
@@ -1305,6 +1326,19 @@ class RAGAwarePager(Evictor):
         best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
+
+    def add(self, spans: dict[str, tuple[int, int]]) -> None:
+        """Take up segments that are to be read behind the prompt."""
+        self.spans |= spans
+        self.scores |= dict.fromkeys(spans, 0.0)
+        self.lags |= dict.fromkeys(spans, -1)
+
+    def forget(self, n: int) -> None:
+        """Drop the segments at positions n and after, and their pages: the cache is rewound to n."""
+        for name in [name for name, (start, _) in self.spans.items() if start >= n]:
+            del self.spans[name], self.scores[name], self.lags[name], self.paged[name]
+            for start, _ in self.out.pop(name, []):
+                self.store.take(f"{name}@{start}")
 
     def retention(self, name: str) -> float:
         return self.scores[name] * math.exp(-DECAY * self.lags[name])
@@ -2414,22 +2448,6 @@ def needle_facts(haystack: str) -> dict:
 
 
 # <<< core:needle
-
-
-def stretch(config, name: str, length: int, rope: str):
-    """A configuration with room for `length` positions: the same, or a copy under YaRN by the factor length / window."""
-    window, parameters = config.max_position_embeddings, config.rope_parameters
-    if length <= window:
-        return config
-    if rope == "none" or parameters.get("rope_type") != "default":
-        why = "--rope none" if rope == "none" else f"its rope type {parameters.get('rope_type')} is not to be rescaled"
-        raise Refusal(f"{length} tokens are asked for, but {name} has {window} positions ({why}); "
-                      "pass shorter --lengths, --rope yarn, or another --model")
-    config = copy.deepcopy(config)
-    config.rope_parameters = {**parameters, "rope_type": "yarn", "factor": length / window,
-                              "original_max_position_embeddings": window}
-    config.max_position_embeddings = length
-    return config
 
 
 def stretched_configs(args: Args, names: list[str], model_name: str) -> dict:

@@ -643,7 +643,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
-Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor, float], None]  # layer, query, log-sum-exp, scaling
+Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor | None, float], None]  # layer, query, log-sum-exp, scaling
 PAGED = ("keys", "values", "positions", "scores")
 ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
 STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
@@ -778,7 +778,8 @@ class PagedLayer(CacheLayerMixin):
         parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
                  for buffer, q in zip(self.buffers, groups.split(rows))]
         if self.observe is not None:
-            self.observe(self, groups, torch.cat([lse for _, lse in parts]), scaling)
+            sums = [lse for _, lse in parts]
+            self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             self._forget(self.seen - window)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
