@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCKS = (
-    "args usage runtime prompt cache kvzap retrieval pages policies generate oracle schema records metrics evaluate needle"
+    "args usage runtime prompt texts cache kvzap retrieval pages policies generate oracle schema records metrics evaluate needle"
 ).split()
 OPEN = re.compile(rf"# >>> core:({'|'.join(BLOCKS)}) \(canonical: ([\w-]+\.py)\)")
 CLOSE = re.compile(rf"# <<< core:({'|'.join(BLOCKS)})")
