@@ -1982,14 +1982,15 @@ def told_by(where: str, rank: int, lines: list[Line]) -> Iterator[Line]:
 def pdf_lines(data: bytes) -> Iterator[Line]:
     """A PDF, page by page; of a page without text, a blank line."""
     from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of every oddity that it gets over
-    reader = PdfReader(io.BytesIO(data))
-    if reader.is_encrypted and not reader.decrypt(""):
-        raise Unreadable("is encrypted; save a copy without a password")
-    for number, page in enumerate(reader.pages, start=1):
-        where = f"p. {number}"
-        yield from told_by(where, PAGE, list(plain_lines(page.extract_text())) or [Line("", where)])
+    try:
+        texts = [page.extract_text() for page in PdfReader(io.BytesIO(data)).pages]
+    except (DependencyError, FileNotDecryptedError):  # a password, or AES, which takes one more package
+        raise Unreadable("is encrypted; save a copy without encryption") from None
+    for number, text in enumerate(texts, start=1):
+        yield from told_by(f"p. {number}", PAGE, list(plain_lines(text)) or [Line("", "")])
 
 
 def docx_lines(data: bytes) -> Iterator[Line]:
@@ -2128,23 +2129,19 @@ def walk(folder: Path, remarks: list[str]) -> Iterator[Path]:
         remarks.append(f"files of other kinds in {printable(folder)}: {others.total()} ({kinds})")
 
 
-def matches(pattern: Path, remarks: list[str]) -> list[Path]:
+def matches(pattern: Path) -> list[Path]:
     """What a pattern matches outside the folders that a search passes by."""
-    parts = pattern.parts
-    first = next(i for i, part in enumerate(parts) if MAGIC.search(part))
-    base = Path(*parts[:first])
-    try:
-        found = sorted(base.glob("/".join(parts[first:])))
-    except (OSError, ValueError) as error:
-        remarks.append(f"{printable(pattern)} is no pattern ({error})")
-        return []
+    plain = list(itertools.takewhile(lambda part: not MAGIC.search(part), pattern.parts))
+    base, found = Path(*plain), []
+    with contextlib.suppress(OSError, ValueError):  # no pattern: it matches nothing
+        found = sorted(base.glob("/".join(pattern.parts[len(plain) :])))
     return [path for path in found
             if not any(is_passed_by(part) for part in (path, *path.parents) if part != base and part.is_relative_to(base))]
 
 
 def find_documents(named: Path, remarks: list[str]) -> list[Path]:
     """The documents that one --docs names: a file, those in a folder, or those that a pattern matches."""
-    found = matches(named, remarks) if MAGIC.search(str(named)) and not os.path.lexists(named) else [named]
+    found = matches(named) if MAGIC.search(str(named)) and not os.path.lexists(named) else [named]
     documents = [*itertools.chain(*(walk(path, remarks) if os.path.isdir(path) else [path] for path in found))]
     if not documents:
         remarks.append(f"{printable(named)} {'holds' if found else 'matches'} no document")

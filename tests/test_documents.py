@@ -14,6 +14,7 @@ from unittest import mock
 
 import cognito_run as core
 import pytest
+from pypdf.errors import DependencyError
 
 BYTES = core.tiny_tokenizer()
 
@@ -134,9 +135,12 @@ def test_pdf_page_by_page(capsys):
     assert capsys.readouterr().err == "skipped: p. 2 of manual.pdf (no text; scanned?)\n"
 
 
-def test_pdf_that_asks_for_no_password():
+def test_pdf_that_asks_for_no_password(monkeypatch):
     write("a.pdf", encrypted_pdf(""))
     assert "Ada chaired." in read("a.pdf")["a.pdf"]
+    monkeypatch.setattr("pypdf._encryption.rc4_decrypt", mock.Mock(side_effect=DependencyError("cryptography is required for AES")))
+    with pytest.raises(core.Refusal, match="a.pdf is encrypted; save a copy without encryption"):
+        read("a.pdf")
 
 
 def test_notebook():
