@@ -55,12 +55,15 @@ reciprocal rank fusion (Cormack et al., SIGIR 2009).
 This file is the canonical home of most `core:` blocks; edit them here, then run `python tools/sync_core.py --fix`.
 """
 
+import codecs
 import contextlib
 import copy
+import csv
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -72,12 +75,14 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin slow down whatever runs beside them
 
@@ -179,7 +184,8 @@ class Args(PolicyArgs):
     """what L3, L4 and L7 keep of the passages: a fraction (0.4), entries (4096), bytes (512MiB) or none; documents of up to 512
     tokens are kept whole, and instruction, question and answer come on top"""
     docs: tuple[Path, ...] = ()
-    """.txt and .md files, or folders of them; none: a demo on Python's own help topics"""
+    """files (.txt .md .html .pdf .docx .json .jsonl .csv .ipynb, code and other text), folders, patterns such as 'notes/**/*.md',
+    or - for standard input; none: a demo on Python's own help topics"""
     ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
     """a question; repeat the flag for more; none: a prompt loop on a terminal"""
     history: int = 0
@@ -679,21 +685,6 @@ class Prompt:
         return sum(stop - start for segment, (start, stop) in zip(self.segments, self.spans) if segment.reserved)
 
 
-def read_text(path: Path) -> str:
-    """A document's text; one that is missing, unreadable, binary or empty is refused by name."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise Refusal(f"{path} is not UTF-8 text; convert it to a .txt or .md file first") from None
-    except OSError as error:
-        raise Refusal(f"{path} cannot be read ({error.strerror}); check the path") from None
-    if "\0" in text:
-        raise Refusal(f"{path} is binary; give a .txt or .md file")
-    if not text.strip():
-        raise Refusal(f"{path} is empty; give a file with text in it")
-    return text
-
-
 def render_chat(tokenizer, messages: list[dict]) -> str:
     """The chat template's text up to where the assistant speaks; thinking models are asked not to think."""
     if tokenizer.chat_template is None:
@@ -726,24 +717,6 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
     return Prompt(torch.tensor(input_ids), segments, list(zip(cuts, cuts[1:])))
-
-
-def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
-    """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
-
-    A sentence that is longer than a passage is cut between two tokens.
-    """
-    _, starts = tokenise(tokenizer, text)
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    cuts = [0]
-    while cuts[-1] < len(text):
-        first = bisect_left(starts, cuts[-1])
-        limit = starts[first + n_tokens] if first + n_tokens < len(starts) else len(text)
-        limit = limit if limit > cuts[-1] else cuts[-1] + 1  # a character of more than n_tokens tokens
-        last_end = bisect_right(ends, limit) - 1
-        fits = limit < len(text) and last_end >= 0 and ends[last_end] > cuts[-1]
-        cuts.append(ends[last_end] if fits else limit)
-    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 # <<< core:prompt
@@ -2140,19 +2113,365 @@ def next_turn_text(tokenizer, question: str, config: Config) -> str:
     return render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).partition(MARK)[2]
 
 
-def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
-    """The text of each file named, or found in a folder named; without any, some of Python's help topics."""
+# Documents: files are found and read into lines; `cut_documents` packs the lines into passages.
+GLUED, TOKEN, WORD, SENTENCE, LINE, PARAGRAPH, SECTION, PAGE = range(8)  # how good a place is to begin a passage
+STDIN = Path("-")
+MAGIC = re.compile(r"[*?[]")  # of a pattern that the shell has left
+LINES = re.compile(r"[^\n]*\n(?:[^\S\n]*+\n)*")  # each with the blank ones behind it
+LINE_END = re.compile(r"\n")
+WORD_END = re.compile(r"(?<!\d)\s++|\s++(?!\d)")  # not within 1 234 567
+ATX_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+)")
+UNDERLINE = re.compile(r"([=*^~+\"#-])\1{2,}")
+FENCE = re.compile(r"\s*(```|~~~)")
+DECLARED = re.compile(rb"(?:charset|coding)\s*[:=]\s*[\"']?([\w.-]+)")
+CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+LATIN = ("cp1252", "cp1250", "cp1254")
+OTHER_SCRIPTS = ("cp932", "cp949", "gb18030", "big5", "euc_jp", "cp1251", "cp1253", "cp1255", "cp1256", "koi8_r")
+NUMBER = re.compile(r"(?!\s*(?:19|20)\d\d\s*$)[\W\d]*\d[\W\d]*")  # or a date, but no year
+OUTPUT_CHARS = 2000  # read of what a notebook's cell has printed
+HTML_BLOCKS = frozenset("""
+    [document] address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer form
+    h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol option p pre section summary table tbody td tfoot th thead title tr ul
+    """.split())
+
+
+class Unreadable(Exception):
+    """Why a document is skipped: the rest of a sentence that begins with its name."""
+
+
+class Line(NamedTuple):
+    """A line or a record of a document, with the blank lines behind it; it is cut only where a passage cannot hold it."""
+
+    text: str
+    where: str  # what a citation says beside the document's name
+    rank: int = LINE  # how good a place it is to begin a passage; a page always does
+    header: str = ""  # of the table that it is a row of
+
+
+def decode(data: bytes) -> str:
+    """The text of a file: UTF-8, UTF-16 with its mark, what the file declares, or what charset-normalizer takes it for.
+
+    Text that is mostly ASCII is judged among the Latin code pages alone, Western first: else "café" passes for UTF-16.
+    """
+    declared, marked = DECLARED.search(data[:1024]), data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    for name in ("utf-8-sig", "utf-16" if marked else "", declared[1].decode() if declared else ""):
+        with contextlib.suppress(UnicodeError, LookupError):
+            text = data.decode(name, "surrogatepass" if name.startswith("utf") else "strict")
+            break
+    else:
+        from charset_normalizer import from_bytes
+
+        runs = re.findall(rb"[\x80-\xff]+", data)
+        n_high, n_letters = sum(map(len, runs)), len(re.findall(rb"[A-Za-z]", data))
+        known = LATIN if n_high <= 2 * len(runs) and 2 * n_high <= n_letters else (*OTHER_SCRIPTS, *LATIN)
+        text = str(min(from_bytes(data, cp_isolation=list(known)), default="\0",
+                       key=lambda match: (match.chaos, -match.coherence, match.encoding != LATIN[0])))
+    if 20 * len(CONTROL.findall(text)) > len(text):  # one in 20 is no accident
+        raise Unreadable("is binary, or in an unknown encoding")
+    return text
+
+
+def clean(text: str) -> str:
+    """A text in characters that every tokenizer takes, its lines ended by newlines."""
+    text = text.replace("\0", "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # surrogates that pair are joined
+    return re.sub("\r\n?", "\n", text).rstrip() + "\n"
+
+
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a text that are not blank, each with its number and the blank ones behind it."""
+    number = 1
+    for line in LINES.findall(clean(text)):
+        if line.strip():
+            yield number, line
+        number += line.count("\n")
+
+
+def plain_lines(text: str) -> Iterator[Line]:
+    """Prose, code and logs: a blank line ends a paragraph."""
+    rank = PARAGRAPH
+    for number, line in numbered_lines(text):
+        yield Line(line, f"l. {number}", rank)
+        rank = PARAGRAPH if "\n" in line[:-1] else LINE
+
+
+def markdown_lines(text: str, counted: bool = True) -> Iterator[Line]:
+    """Markdown: a line is told by its heading, or if `counted` by its number; the rows of a table know its header."""
+    where, rank, header, previous, title, fenced = "", PARAGRAPH, "", "", "", False
+    for (number, line), (_, following) in itertools.pairwise([*numbered_lines(text), (0, "")]):
+        underline = title and UNDERLINE.fullmatch(line.strip())
+        rule = not fenced and not header and "|" in previous and "-" in line and not line.strip(" \t\n|:-")
+        title = "" if fenced or underline else heading(line, "" if previous else following)
+        fenced ^= FENCE.match(line) is not None
+        if title:
+            where, rank = f"§ {title}", SECTION if rank != GLUED else GLUED
+        header = header if "|" in line else ""
+        yield Line(line, where or f"l. {number}" * counted, GLUED if rule else rank, header)
+        ends = "\n" in line[:-1]  # a paragraph or a table
+        rank = GLUED if title or underline or rule else PARAGRAPH if ends else LINE
+        header, previous = ("", "") if ends else (previous + line if rule else header, line)
+
+
+def heading(line: str, following: str) -> str:
+    """The heading in a line that begins with # signs, or is underlined by the one that follows; "" in others."""
+    marked = ATX_HEADING.match(line)
+    underlined = "\n" not in line[:-1] and UNDERLINE.fullmatch(following.strip())
+    return shorten(marked[1].rstrip("# \t") if marked else line if underlined else "")
+
+
+def shorten(title: str) -> str:
+    return " ".join(title.split())[:60]
+
+
+def csv_lines(text: str) -> Iterator[Line]:
+    """Separated values, record by record; a first record without numbers (but years) is the header."""
+    lines, n_read, header = re.findall(r"[^\n]*\n", clean(text)), 0, None
+    csv.field_size_limit(1 + sum(map(len, lines)))
+    reader = csv.reader(lines, delimiter=max(",;\t|", key=next(filter(str.strip, lines), "").count))
+    for row in reader:
+        record, number, n_read = "".join(lines[n_read : reader.line_num]), n_read + 1, reader.line_num
+        if record.strip():
+            yield Line(record, f"l. {number}", LINE, header or "")
+            if header is None:
+                header = "" if any(NUMBER.fullmatch(cell) for cell in row) else record
+
+
+def json_lines(text: str) -> Iterator[Line]:
+    """JSON, a member to the line, told by the key or the index at its top; what is malformed is read as it stands."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        yield from plain_lines(text)
+        return
+    members = iter([f"§ {shorten(key)}" for key in data]) if isinstance(data, dict) else map("[{}]".format, itertools.count())
+    where = ""
+    for _, line in numbered_lines(json.dumps(data, ensure_ascii=False, indent=1)):
+        begins = re.match(r" [^ \]}]", line)
+        where = next(members) if begins else where
+        yield Line(line, where, PARAGRAPH if begins else LINE)
+
+
+def notebook_lines(text: str) -> Iterator[Line]:
+    """A Jupyter notebook: its cells, and what they have printed."""
+    for number, cell in enumerate(json.loads(text)["cells"], start=1):
+        split = markdown_lines if cell["cell_type"] == "markdown" else plain_lines
+        printed = "\n".join("".join(output.get("text") or output.get("data", {}).get("text/plain") or output.get("evalue", ""))
+                            for output in cell.get("outputs", []))
+        printed = printed[:OUTPUT_CHARS] + " [...]" * (len(printed) > OUTPUT_CHARS)
+        yield from told_by(f"cell {number}", SECTION, [*split("".join(cell["source"])), *plain_lines(printed)])
+
+
+def told_by(where: str, rank: int, lines: list[Line]) -> Iterator[Line]:
+    """Lines that share one place, the first of them of this rank and the last with a blank line behind it."""
+    for i, line in enumerate(lines):
+        text = line.text if i < len(lines) - 1 else line.text.rstrip() + "\n\n"
+        yield Line(text, where, line.rank if i else rank, line.header)
+
+
+def pdf_lines(data: bytes) -> Iterator[Line]:
+    """A PDF, page by page; of a page without text, a blank line."""
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of every oddity that it gets over
+    try:
+        texts = [page.extract_text() for page in PdfReader(io.BytesIO(data)).pages]
+    except (DependencyError, FileNotDecryptedError):  # a password, or AES, which takes one more package
+        raise Unreadable("is encrypted; save a copy without encryption") from None
+    for number, text in enumerate(texts, start=1):
+        yield from told_by(f"p. {number}", PAGE, list(plain_lines(text)) or [Line("", "")])
+
+
+def docx_lines(data: bytes) -> Iterator[Line]:
+    """A Word document's headings, paragraphs and tables, in order."""
+    import docx
+    from docx.table import Table
+
+    blocks = []
+    for block in docx.Document(io.BytesIO(data)).iter_inner_content():
+        if isinstance(block, Table):
+            blocks.append(markdown_table([[cell.text for cell in row.cells] for row in block.rows]))
+        elif block.text.strip():
+            title = re.match(r"Title|Heading (\d)", block.style.name or "")
+            blocks.append(f"{'#' * int(title[1] or 1)} {' '.join(block.text.split())}" if title else block.text)
+    return markdown_lines("\n\n".join(blocks), counted=False)
+
+
+def markdown_table(rows: list[list[str]]) -> str:
+    """A Markdown table, the first row being its header."""
+    rows = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows if any(map(str.strip, row))]
+    rows[1:1] = [["---"] * len(row) for row in rows[:1]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def html_lines(text: str) -> Iterator[Line]:
+    """A web page's headings, paragraphs, list items, tables and preformatted text, in order; no scripts and no styles."""
+    from bs4 import BeautifulSoup
+
+    with warnings.catch_warnings(action="ignore"):  # that it looks like XML, or like the name of a file
+        soup = BeautifulSoup(text, "html.parser")
+    for table in soup("table"):
+        if not table.find("table"):  # one that holds others lays out the page
+            markdown = html_table(table)
+            table.clear()
+            table.append(markdown)
+    blocks = [(block.name, html_block(block.name, text)) for block, text in html_texts(soup) if text.strip()]
+    gaps = ("\n" if name == following == "li" else "\n\n" for (name, _), (following, _) in itertools.pairwise(blocks))
+    return markdown_lines("".join(itertools.chain(*zip((text for _, text in blocks), [*gaps, ""]))), counted=False)
+
+
+def html_texts(root) -> Iterator[tuple[object, str]]:
+    """The runs of text in a web page or a part of it, each with the block that it stands in."""
+    from bs4 import NavigableString
+
+    nodes = (node for node in root.descendants if type(node) is NavigableString or node.name == "br")  # no Script, no Comment
+    placed = ((next(tag for tag in node.parents if tag.name in HTML_BLOCKS), node) for node in nodes)
+    for _, run in itertools.groupby(placed, key=lambda item: id(item[0])):
+        blocks, nodes = zip(*run)
+        verbatim = blocks[0].name in ("pre", "table")
+        yield blocks[0], "".join("\n" if node.name == "br" else node if verbatim else re.sub(r"\s+", " ", node) for node in nodes)
+
+
+def html_table(table) -> str:
+    """A table in Markdown, its caption in front; a cell that is not closed ends where the next one begins."""
+    rows, beside = {}, []
+    for cell in table(["td", "th"]):
+        rows.setdefault(id(cell.find_parent("tr")), {})[id(cell)] = []
+    for block, text in html_texts(table):
+        cell = block if block.name in ("td", "th") else block.find_parent(["td", "th"])
+        row = {} if cell is None else rows.get(id(cell.find_parent("tr")), {})
+        row.get(id(cell), beside).append(text)
+    cells = [[" ".join(texts) for texts in row.values()] for row in rows.values()]
+    return "\n\n".join([*filter(str.strip, beside), markdown_table(cells)])
+
+
+def html_block(name: str, text: str) -> str:
+    """The Markdown of one block of a web page."""
+    if name == "pre":
+        return "```\n" + text.strip("\n") + "\n```"
+    lines = [" ".join(line.split()) for line in text.strip().split("\n")]
+    if name == "title" or re.fullmatch("h[1-6]", name):
+        return f"{'#' if name == 'title' else '#' * int(name[1])} {' '.join(lines)}"
+    return f"- {' '.join(lines)}" if name == "li" else "\n".join(lines)
+
+
+FROM_BYTES = {".pdf": pdf_lines, ".docx": docx_lines}
+FROM_TEXT = {
+    ".md": markdown_lines, ".markdown": markdown_lines, ".rst": markdown_lines, ".html": html_lines, ".htm": html_lines,
+    ".json": json_lines, ".ipynb": notebook_lines, ".csv": csv_lines, ".tsv": csv_lines,
+    **dict.fromkeys("""
+        .txt .text .log .jsonl .ndjson .yaml .yml .toml .ini .cfg .conf .xml .css .tex .bib .org .adoc .srt .vtt .diff .patch .py
+        .pyi .c .h .cc .cpp .hpp .cs .java .js .jsx .ts .tsx .go .rs .rb .php .swift .kt .scala .r .jl .lua .pl .sh .bash .ps1
+        .bat .sql .proto""".split(), plain_lines)}  # found in folders; a file that is named may have any suffix
+
+
+def read_document(path: Path) -> tuple[list[Line], str]:
+    """A document's lines, and what of it is missing."""
+    try:
+        if path != STDIN and not (path.is_file() or path.is_fifo()):
+            raise Unreadable("is a link to nothing" if path.is_symlink() else "does not exist, or is no file")
+        data = getattr(sys.stdin, "buffer", io.BytesIO()).read() if path == STDIN else path.read_bytes()
+    except OSError as error:
+        raise Unreadable(f"cannot be read ({error.strerror})") from None
+    if not data.strip():
+        raise Unreadable("is empty")
+    suffix = path.suffix.lower()
+    if path == STDIN:
+        suffix = ".pdf" if data.startswith(b"%PDF-") else ".html" if re.match(rb"\s*<(!doctype )?html\b", data, re.I) else ".txt"
+    try:
+        lines = list(FROM_BYTES[suffix](data) if suffix in FROM_BYTES else FROM_TEXT.get(suffix, plain_lines)(decode(data)))
+    except Unreadable:
+        raise
+    except Exception as error:  # whatever a parser stumbles over in a damaged file
+        reason = str(error).strip().partition("\n")[0]
+        raise Unreadable(f"is damaged, or no {suffix} file ({reason or type(error).__name__})") from None
+    missing = ", ".join(line.where for line in lines if not line.text.strip())
+    lines = [line for line in lines if line.text.strip()]
+    if not lines:
+        raise Unreadable("holds no text" + " (are its pages scanned?)" * (suffix == ".pdf"))
+    lines[-1] = lines[-1]._replace(text=lines[-1].text.rstrip() + "\n\n")
+    return lines, missing
+
+
+def is_passed_by(path: Path) -> bool:
+    """Whether a search stays out of a folder: a hidden one, packages, caches, a virtual environment."""
+    return (path.name.startswith(".") or path.name in ("node_modules", "venv", "__pycache__")
+            or path.name.endswith(".egg-info") or os.path.exists(path / "pyvenv.cfg"))
+
+
+def walk(folder: Path, remarks: list[str]) -> Iterator[Path]:
+    """The documents in a folder and below, in the order of their names; a link to a folder is followed once."""
+    def unreadable(error: OSError) -> None:
+        remarks.append(f"{printable(error.filename)} cannot be read ({error.strerror})")
+
+    known, seen, others = FROM_TEXT.keys() | FROM_BYTES.keys(), {os.path.realpath(folder)}, Counter()
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        inner = {name: os.path.realpath(Path(root, name)) for name in sorted(folders) if not is_passed_by(Path(root, name))}
+        folders[:] = [name for name, real in inner.items() if not (real in seen or seen.add(real))]
+        for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
+            if path.suffix.lower() not in known:
+                others[path.suffix.lower() or "no suffix"] += 1
+            elif os.path.isfile(path) or os.path.islink(path):  # else a pipe, which nobody may write to
+                yield path
+    if others:
+        kinds = ", ".join(kind for kind, _ in others.most_common(5))
+        remarks.append(f"files of other kinds in {printable(folder)}: {others.total()} ({kinds})")
+
+
+def matches(pattern: Path) -> list[Path]:
+    """What a pattern matches outside the folders that a search passes by."""
+    plain = list(itertools.takewhile(lambda part: not MAGIC.search(part), pattern.parts))
+    base, found = Path(*plain), []
+    with contextlib.suppress(OSError, ValueError):  # no pattern: it matches nothing
+        found = sorted(base.glob("/".join(pattern.parts[len(plain) :])))
+    return [path for path in found
+            if not any(is_passed_by(part) for part in (path, *path.parents) if part != base and part.is_relative_to(base))]
+
+
+def find_documents(named: Path, remarks: list[str]) -> list[Path]:
+    """The documents that one --docs names: a file, those in a folder, or those that a pattern matches."""
+    found = matches(named) if MAGIC.search(str(named)) and not os.path.lexists(named) else [named]
+    documents = [*itertools.chain(*(walk(path, remarks) if os.path.isdir(path) else [path] for path in found))]
+    if not documents:
+        remarks.append(f"{printable(named)} {'holds' if found else 'matches'} no document")
+    return documents
+
+
+def printable(path: Path | str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(path))
+
+
+def labels(paths: Iterable[Path]) -> list[str]:
+    """For each path its shortest end that no other path shares."""
+    all_parts = [("stdin",) if path == STDIN else Path(os.path.abspath(path)).parts for path in paths]
+    all_ends = [[parts[-n:] for n in range(1, len(parts) + 1)] for parts in all_parts]
+    shared = Counter(itertools.chain(*all_ends))
+    return [printable("/".join(next((end for end in ends if shared[end] == 1), ends[-1]))) for ends in all_ends]
+
+
+def read_documents(paths: tuple[Path, ...]) -> dict[str, list[Line]]:
+    """The lines of each document by its label; what cannot be read is said and skipped. Without paths, Python's help topics."""
     if not paths:
         from pydoc_data.topics import topics
 
-        return {topic: topics[topic] for topic in DEMO_TOPICS if topic in topics}
-    files = []
-    for path in paths:
-        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".md")) if path.is_dir() else [path]
-        if not found:
-            raise Refusal(f"{path} holds no .txt or .md file; name another --docs")
-        files += found
-    return {str(path): read_text(path) for path in dict.fromkeys(files)}
+        found = (topic for topic in DEMO_TOPICS if topic in topics)
+        return {topic: list(told_by("", PARAGRAPH, list(markdown_lines(topics[topic])))) for topic in found}
+    remarks, files, documents = [], {}, {}
+    for named in paths:
+        for path in find_documents(named, remarks):
+            files.setdefault(os.path.realpath(path), path)  # whatever it is named by, it is read once
+    for label, path in zip(labels(files.values()), files.values()):
+        try:
+            documents[label], missing = read_document(path)
+        except Unreadable as reason:
+            remarks.append(f"{printable(path)} {reason}")
+        else:
+            remarks += [f"{missing} of {printable(path)} (no text; scanned?)"] * bool(missing)
+    if not documents:
+        raise Refusal(f"no document can be read: {'; '.join(remarks[:5])}{'; ...' * (len(remarks) > 5)}; "
+                      "give --docs other files, or folders of them")
+    for remark in remarks:
+        print(f"skipped: {remark}", file=sys.stderr)
+    return documents
 
 
 def print_answer(facts: dict) -> None:
@@ -2219,10 +2538,20 @@ def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questio
     return fit_window(model_config, runtime.name, min(n_positions, window) if questions else window)
 
 
-def cut_documents(args: Args, documents: dict[str, str], tokenizer, bytes_per_token: int) -> tuple[Args, dict[str, str]]:
+@dataclass(frozen=True)
+class Passage:
+    """A piece of a document, which is kept or evicted as a whole."""
+
+    name: str  # "manual.pdf p. 12 #3"
+    text: str
+    where: str  # "manual.pdf p. 12"
+
+
+def cut_documents(args: Args, documents: dict[str, list[Line]], tokenizer,
+                  bytes_per_token: int) -> tuple[Args, dict[str, Passage]]:
     """The passages by name, none of them larger than the budget; and the flags, without one where there is little to evict."""
-    texts = {name: document.strip() + "\n\n" for name, document in documents.items()}
-    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in texts.values())
+    starts = {label: tokenise(tokenizer, "".join(line.text for line in lines))[1] for label, lines in documents.items()}
+    n_tokens = sum(map(len, starts.values()))
     if CONFIGS[args.config].evict != "nothing" and args.kv_budget != "none" and n_tokens <= FLOOR:
         print(f"the documents have {n_tokens} tokens: up to {FLOOR} are kept whole (--kv-budget none)")
         args = replace(args, kv_budget="none")
@@ -2230,8 +2559,89 @@ def cut_documents(args: Args, documents: dict[str, str], tokenizer, bytes_per_to
     if budget == 0:
         raise Refusal(f"--kv-budget {args.kv_budget} leaves none of the documents' {n_tokens} tokens; raise it")
     size = PASSAGE_TOKENS if budget is None else min(PASSAGE_TOKENS, budget)  # so that the best passage always fits
-    return args, {f"{name} #{i}": text for name, document in texts.items()
-                  for i, text in enumerate(cut_passages(document, tokenizer, size), start=1)}
+    passages = {}
+    for label, lines in documents.items():
+        for i, (line, text) in enumerate(pack_lines(lines, starts[label], tokenizer, size), start=1):
+            where = f"{label} {line.where}".strip()
+            passages[f"{where} #{i}"] = Passage(f"{where} #{i}", text, where)
+    return args, passages
+
+
+def pack_lines(lines: list[Line], starts: list[int], tokenizer, size: int) -> Iterator[tuple[Line, str]]:
+    """Passages of at most `size` tokens, each with the line that it begins in.
+
+    starts: the character at which each token of the document starts. A passage ends, once it is half full, where the next one
+    begins best: at a page, a heading, a paragraph, a line, in this order, the last of its kind that fits. If it begins among
+    the rows of a table, the header is repeated in front of it, unless that takes more than half of the passage.
+    """
+    text = "".join(line.text for line in lines)
+    cost = {header: len(tokenise(tokenizer, header)[0]) for header in {"", *(line.header for line in lines)}}
+    lines = [line if 2 * cost[line.header] <= size else line._replace(header="") for line in lines]
+    begins, ranks, owners = zip(*pieces_of(lines, text, starts, cost, size))
+    edges, ranks, first = [*begins, len(text)], [*ranks, PARAGRAPH], 0
+    for a, b in itertools.pairwise([0, *(i for i, rank in enumerate(ranks) if i and rank >= PARAGRAPH)]):
+        if tokens_between(starts, edges[a], edges[b]) <= size:  # a paragraph that a passage can hold is not cut
+            ranks[a + 1 : b] = [GLUED] * (b - a - 1)
+    while first < len(begins):
+        header = owners[first].header
+        if cost[header] + tokens_between(starts, edges[first], edges[first + 1]) > size:
+            header = ""  # rather than cut a row
+        room, last = size - cost[header], first + 1
+        while last < len(begins) and ranks[last] != PAGE and tokens_between(starts, edges[first], edges[last + 1]) <= room:
+            last += 1
+        ends = range(first + 1, last + 1)
+        half_full = {end for end in ends if end == len(begins) or 2 * tokens_between(starts, edges[first], edges[end]) >= room}
+        end = max(ends, key=lambda end: (ranks[end] > GLUED, end in half_full, ranks[end], end))
+        yield owners[first], header + text[edges[first] : edges[end]]
+        first = end
+
+
+def pieces_of(lines: list[Line], text: str, starts: list[int], cost: dict[str, int],
+              size: int) -> Iterator[tuple[int, int, Line]]:
+    """What passages are packed from: lines, and the parts of one that exceeds `size`; where each begins, its rank, its line."""
+    begin = 0
+    for line in lines:
+        end = begin + len(line.text)
+        yield begin, line.rank, line
+        if tokens_between(starts, begin, end) > size:
+            levels = ((LINE_END, LINE), (SENTENCE_END, SENTENCE), (WORD_END, WORD))
+            for cut, rank in break_up(text, starts, begin, end, size - cost[line.header], levels):
+                yield cut, rank, line
+        begin = end
+
+
+def break_up(text: str, starts: list[int], begin: int, end: int, size: int, levels) -> Iterator[tuple[int, int]]:
+    """Cuts that leave at most `size` tokens between them: at the first level that does, and beyond the last between tokens."""
+    if levels:
+        (pattern, rank), *finer = levels
+        edges = sorted({begin, end, *(match.end() for match in pattern.finditer(text, begin, end))})
+        for a, b in itertools.pairwise(edges):
+            if a > begin:
+                yield a, rank
+            if tokens_between(starts, a, b) > size:
+                yield from break_up(text, starts, a, b, size, finer)
+        return
+    while tokens_between(starts, begin, end) > size:
+        first = token_at(starts, begin)
+        between = (starts[i] for i in range(first + size, first, -1) if starts[i] > begin and not in_number(text, starts[i]))
+        begin = next(between, max(starts[first + size], begin + 1))  # begin + 1: a character of more than `size` tokens
+        yield begin, TOKEN
+
+
+def in_number(text: str, at: int) -> bool:
+    """Whether a cut would part the digits of a number, or its separators from them."""
+    return all(char.isdigit() or char in ".," for char in text[at - 1 : at + 1])
+
+
+def token_at(starts: list[int], at: int) -> int:
+    """The first token that reaches into the text from the character `at` on."""
+    i = bisect_left(starts, at)
+    return i if i < len(starts) and starts[i] == at else max(i - 1, 0)
+
+
+def tokens_between(starts: list[int], begin: int, end: int) -> int:
+    """Tokens that reach into text[begin:end]."""
+    return bisect_left(starts, end) - token_at(starts, begin)
 
 
 def main(args: Args) -> int:
@@ -2241,7 +2651,8 @@ def main(args: Args) -> int:
     runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
     print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
     model_config, tokenizer = load_config(runtime.name, args.cache), load_tokenizer(runtime.name, args.cache)
-    args, passages = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
+    args, cut = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
+    passages = {name: passage.text for name, passage in cut.items()}
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
     model_config = fit_questions(args, runtime, model_config, tokenizer, questions, n_tokens)
     args, surrogates = settle_pruning(args, [args.config], runtime, model_config)

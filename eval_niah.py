@@ -613,21 +613,6 @@ class Prompt:
         return sum(stop - start for segment, (start, stop) in zip(self.segments, self.spans) if segment.reserved)
 
 
-def read_text(path: Path) -> str:
-    """A document's text; one that is missing, unreadable, binary or empty is refused by name."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise Refusal(f"{path} is not UTF-8 text; convert it to a .txt or .md file first") from None
-    except OSError as error:
-        raise Refusal(f"{path} cannot be read ({error.strerror}); check the path") from None
-    if "\0" in text:
-        raise Refusal(f"{path} is binary; give a .txt or .md file")
-    if not text.strip():
-        raise Refusal(f"{path} is empty; give a file with text in it")
-    return text
-
-
 def render_chat(tokenizer, messages: list[dict]) -> str:
     """The chat template's text up to where the assistant speaks; thinking models are asked not to think."""
     if tokenizer.chat_template is None:
@@ -662,6 +647,25 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     return Prompt(torch.tensor(input_ids), segments, list(zip(cuts, cuts[1:])))
 
 
+# <<< core:prompt
+
+
+# >>> core:texts (canonical: eval_niah.py)
+def read_text(path: Path) -> str:
+    """A document's text; one that is missing, unreadable, binary or empty is refused by name."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise Refusal(f"{path} is not UTF-8 text; convert it to a .txt or .md file first") from None
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read ({error.strerror}); check the path") from None
+    if "\0" in text:
+        raise Refusal(f"{path} is binary; give a .txt or .md file")
+    if not text.strip():
+        raise Refusal(f"{path} is empty; give a file with text in it")
+    return text
+
+
 def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
     """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
 
@@ -680,7 +684,7 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
     return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
-# <<< core:prompt
+# <<< core:texts
 
 
 # >>> core:cache (canonical: cognito_run.py)

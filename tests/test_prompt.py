@@ -4,6 +4,7 @@ import copy
 import random
 
 import cognito_run as core
+import eval_niah as niah
 import pytest
 
 ATOMS = (
@@ -109,7 +110,7 @@ def token_counts(tokenizer, passages: list[str]) -> list[int]:
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 50])
 def test_passages_are_the_text_again(smollm2_tokenizer, n_tokens):
     text = "".join(odd_texts(60, seed=7))
-    passages = core.cut_passages(text, smollm2_tokenizer, n_tokens)
+    passages = niah.cut_passages(text, smollm2_tokenizer, n_tokens)
     assert "".join(passages) == text and all(passages)
     for passage, count in zip(passages, token_counts(smollm2_tokenizer, passages)):
         assert count <= n_tokens or len(passage) == 1  # one character may be several tokens
@@ -120,7 +121,7 @@ def test_passages_end_at_sentence_ends(smollm2_tokenizer):
     ends = [". ", "! ", "? ", '." ', ".) ", ".\n", "\n\n"]
     rng = random.Random(0)
     sentences = [f"Sentence {'very ' * rng.randrange(8)}number {i}{rng.choice(ends)}" for i in range(100)]
-    passages = core.cut_passages("".join(sentences), smollm2_tokenizer, 50)
+    passages = niah.cut_passages("".join(sentences), smollm2_tokenizer, 50)
     counts, sizes = token_counts(smollm2_tokenizer, passages), token_counts(smollm2_tokenizer, sentences)
     assert "".join(passages) == "".join(sentences)
     done = 0
@@ -133,7 +134,7 @@ def test_passages_end_at_sentence_ends(smollm2_tokenizer):
 
 def test_cut_of_a_sentence_that_is_too_long(smollm2_tokenizer):
     text = "word " * 500 + "end. Then a short one."
-    passages = core.cut_passages(text, smollm2_tokenizer, 64)
+    passages = niah.cut_passages(text, smollm2_tokenizer, 64)
     counts = token_counts(smollm2_tokenizer, passages)
     assert "".join(passages) == text
     assert counts[:7] == [64] * 7 and max(counts) <= 64
@@ -142,7 +143,7 @@ def test_cut_of_a_sentence_that_is_too_long(smollm2_tokenizer):
 
 def test_cut_of_cjk(smollm2_tokenizer):
     text = "今日は晴れです。明日は雨でしょう！本当ですか？" * 20
-    passages = core.cut_passages(text, smollm2_tokenizer, 60)
+    passages = niah.cut_passages(text, smollm2_tokenizer, 60)
     assert "".join(passages) == text and len(passages) > 5
     assert all(passage[-1] in "。！？" for passage in passages)
     assert max(token_counts(smollm2_tokenizer, passages)) <= 60
@@ -152,7 +153,7 @@ def test_cut_of_cjk(smollm2_tokenizer):
     ("", []), ("One.", ["One."]), ("One. ", ["One. "]), ("One.\n\n", ["One.\n\n"]), ("。", ["。"]), (" \n\n ", [" \n\n "]),
 ])
 def test_cut_makes_no_empty_passage(smollm2_tokenizer, text, want):
-    assert core.cut_passages(text, smollm2_tokenizer, 50) == want
+    assert niah.cut_passages(text, smollm2_tokenizer, 50) == want
 
 
 @pytest.mark.parametrize("content,reason", [
@@ -162,17 +163,17 @@ def test_cut_makes_no_empty_passage(smollm2_tokenizer, text, want):
 def test_document_without_text_is_refused(tmp_path, content, reason):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(core.Refusal, match=reason) as refusal:
-        core.read_text(path)
+    with pytest.raises(niah.Refusal, match=reason) as refusal:
+        niah.read_text(path)
     assert str(path) in str(refusal.value)
 
 
 def test_document_that_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "missing.txt", tmp_path):
-        with pytest.raises(core.Refusal, match="cannot be read"):
-            core.read_text(path)
+        with pytest.raises(niah.Refusal, match="cannot be read"):
+            niah.read_text(path)
 
 
 def test_document_is_read_as_it_is(tmp_path):
     (tmp_path / "a.md").write_bytes("\ufeff  Olá 🙂\n\n".encode())
-    assert core.read_text(tmp_path / "a.md") == "  Olá 🙂\n\n"
+    assert niah.read_text(tmp_path / "a.md") == "  Olá 🙂\n\n"

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCKS = (
-    "args usage checks arms runtime rope prompt cache kvzap retrieval pages policies generate oracle schema records metrics"
-    " evaluate needle"
+    "args usage checks arms runtime rope prompt texts cache kvzap retrieval pages policies generate oracle schema records"
+    " metrics evaluate needle"
 ).split()
 OPEN = re.compile(rf"# >>> core:({'|'.join(BLOCKS)}) \(canonical: ([\w-]+\.py)\)")
 CLOSE = re.compile(rf"# <<< core:({'|'.join(BLOCKS)})")
