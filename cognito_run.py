@@ -1606,14 +1606,15 @@ def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores
                 store=None, trace: Trace | None = None) -> InTurn:
     """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
 
-    scores: the retrieval score of each evictable segment by name, for L3 and L7.
+    scores: the retrieval score of each evictable segment by name, for L3 and L7; None: there is no question yet.
     """
     policies, in_flight = [], args.evict_at == "chunk"
     if config.evict == "key-norm" and budget is not None:
         policies.append(KeyNorm(budget, in_flight))
     if config.evict == "segments" and budget is not None:
         policies.append(RAGAwarePager(prompt, budget, in_flight, store, trace))
-        policies[-1].retrieve(scores)
+        if scores is not None:
+            policies[-1].retrieve(scores)
     if config.prune:
         policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
     return InTurn(*policies)
@@ -1850,6 +1851,7 @@ class Conversation:
         self.policy = InTurn()
         self.documents = torch.empty(0, dtype=torch.long)  # the prompt up to the question
         self.n_first = 0  # of these, tokens of the first reading; behind them stands what was read in
+        self.ahead = Generation()  # what reading them took, where that was before the first question
         self.spans: dict[str, tuple[int, int]] = {}  # of the passages that were read
         self.exchanges: list[tuple[str, str]] = []  # the last --history questions, with their answers
 
@@ -1865,9 +1867,10 @@ class Conversation:
         scores = dict(zip(self.passages, self.retriever.rank(looked_for).tolist()))
         reading, came = self._prepare(question, n_asked + self.args.max_new_tokens, scores, trace)
         result, received = self._answer(self._tokens(question), on_text, trace)
-        result.n_read += reading.n_read
+        result.n_read += reading.n_read + self.ahead.n_read
         result.ttft_s += reading.ttft_s
-        result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak)
+        result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak, self.ahead.kv_bytes_peak)
+        self.ahead = Generation()
         facts = self._facts(question, scores, result, came) | self._cite(scores, received)
         self.exchanges = [*self.exchanges, (question, result.text.strip())][-self.args.history :] if self.args.history else []
         return facts
@@ -1923,17 +1926,36 @@ class Conversation:
             self._append(new, question)
         if self.pager:
             self.pager.retrieve({name: scores[name] for name in self.spans})
-        return self._bring_in(trace), came
+        return self._bring_in(trace, self.policy), came
+
+    def read_ahead(self, trace: Trace | None = None) -> Generation:
+        """Read the documents before there is a question, where that needs none: the window holds all, and nothing is to leave.
+
+        What the pager evicts is for the first question to say; in flight that has to be known while they are read, and in L7
+        before the pruner acts.
+        """
+        names, waits = list(self.passages), self.config.evict == "segments"
+        waits = waits and (self.args.evict_at == "chunk" or self.config.prune)
+        n_behind = (1 + self.args.history) * (QUESTION_TOKENS + self.args.max_new_tokens)
+        if self.config.stock or waits or len(self._fitting(names, self.window - n_behind)) < len(names):
+            return self.ahead
+        self._lay_out(names, "?", None, trace)
+        self.ahead = self._bring_in(trace, InTurn(*(policy for policy in self.policy.policies if policy is not self.pager)))
+        return self.ahead
 
     def _read(self, question: str, n_behind: int, scores: dict[str, float], trace: Trace | None) -> Generation:
         """Start with an empty cache: read the passages that fit, and evict."""
-        self.store.close()
         room, ranked = self._room(n_behind), sorted(scores, key=scores.get, reverse=True)
         room = min(room, self.window - QUESTION_TOKENS - self.args.max_new_tokens)
         if len(self._fitting(ranked, room)) < len(ranked) and not self.config.stock:
             room -= min(RESERVE, self.window // 4, room // 2)
-        fitting = self._fitting(ranked, room) or ranked[:1]
-        read = {name: text for name, text in self.passages.items() if name in fitting}  # in document order
+        self._lay_out(self._fitting(ranked, room) or ranked[:1], question, scores, trace)
+        return self._bring_in(trace, self.policy)
+
+    def _lay_out(self, names: list[str], question: str, scores: dict[str, float] | None, trace: Trace | None) -> None:
+        """Prepare an empty cache, and its policy, for a first reading of these passages."""
+        self.store.close()
+        read = {name: text for name, text in self.passages.items() if name in names}  # in document order
         prompt = ask_prompt(self.lm.tokenizer, read, question, self.config)
         spans = {segment.name: span for segment, span in zip(prompt.segments, prompt.spans)}
         self.spans = {name: spans[name] for name in read}
@@ -1941,9 +1963,8 @@ class Conversation:
         self.documents = prompt.input_ids[: self.n_first]
         budget, n_tokens = self._budget(), len(prompt.input_ids) + self.args.max_new_tokens
         self.cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
-        ranked = {name: scores[name] for name in read}
+        ranked = scores and {name: scores[name] for name in read}
         self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
-        return self._bring_in(trace)
 
     def _append(self, names: list[str], question: str) -> None:
         """Put passages behind the documents, in document order; what stands there keeps its tokens."""
@@ -1958,8 +1979,8 @@ class Conversation:
         if self.pager:
             self.pager.add(spans)
 
-    def _bring_in(self, trace: Trace | None) -> Generation:
-        """Read what is new of the documents, and have the pager change places.
+    def _bring_in(self, trace: Trace | None, policy: Policy) -> Generation:
+        """Read what is new of the documents, under a policy; or where nothing is, have the pager change places.
 
         Where that breaks off the cache is lost, and the next question reads anew.
         """
@@ -1968,7 +1989,7 @@ class Conversation:
             return result  # it reads documents and question in one shot
         cache, self.cache = self.cache, None
         if cache.get_seq_length() < len(self.documents):
-            policy = self.policy if trace is None else Traced(self.policy, trace)
+            policy = policy if trace is None else Traced(policy, trace)
             policy = InTurn(policy, ReadingBar(len(self.documents), cache.get_seq_length()))
             result = generate(self.lm, cache, self.documents, 0, self.chunk_size, policy)
         elif self.pager:

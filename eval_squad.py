@@ -1551,14 +1551,15 @@ def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores
                 store=None, trace: Trace | None = None) -> InTurn:
     """The policy of a configuration: the one place that turns flags into one. L7 runs the pager, then the pruner.
 
-    scores: the retrieval score of each evictable segment by name, for L3 and L7.
+    scores: the retrieval score of each evictable segment by name, for L3 and L7; None: there is no question yet.
     """
     policies, in_flight = [], args.evict_at == "chunk"
     if config.evict == "key-norm" and budget is not None:
         policies.append(KeyNorm(budget, in_flight))
     if config.evict == "segments" and budget is not None:
         policies.append(RAGAwarePager(prompt, budget, in_flight, store, trace))
-        policies[-1].retrieve(scores)
+        if scores is not None:
+            policies[-1].retrieve(scores)
     if config.prune:
         policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
     return InTurn(*policies)

@@ -277,3 +277,24 @@ def test_typed_questions(monkeypatch):
 
     monkeypatch.setattr("builtins.input", type_in)
     assert list(core.typed_questions()) == ["What of otters?", "And comets?"]
+
+
+@pytest.mark.parametrize("config, given", [*WAYS, ("L1", {}), ("L7", dict(kv_budget="700"))])
+def test_reading_before_the_question_changes_no_answer(start, config, given):
+    """Answers, states and lags are those of a conversation whose first question has the documents read.
+
+    The bytes are too, but for the room that a buffer has grown by.
+    """
+    told, n_read, n_bytes = [], [], []
+    for ahead in (False, True):
+        conversation = start(config=config, **given)
+        with core.attention(conversation.lm.model, conversation.config.stock):
+            n_read.append(conversation.read_ahead().n_read if ahead else 0)
+        facts = [ask(conversation, f"What about {topic}?") for topic in ("magnets", "otters", "magnets")]
+        n_bytes.append([one[name] for one in facts for name in ("kv_bytes_decode", "kv_bytes_peak")])
+        told.append([{name: fact for name, fact in one.items() if not name.endswith(("_s", "_mean", "_decode", "_peak"))}
+                     for one in facts])
+    assert told[0] == told[1]
+    assert n_bytes[1] == pytest.approx(n_bytes[0], rel=2 / core.ROOM)
+    needs_a_question = config == "L1" or (config in ("L3", "L7") and (given.get("evict_at") == "chunk" or config == "L7"))
+    assert (n_read[1] == 0) == needs_a_question
