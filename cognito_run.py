@@ -32,7 +32,8 @@ The documents are cut into passages and read in chunks (prefill). A retriever ra
 pager evicts the worst from the KV cache until it fits the budget, and the answer is decoded over what is left. A
 passage that the pager (L3, L7) has evicted waits on the host as a page, and returns bit for bit when a later question wants
 it. Every question stands directly behind the documents, as if it were the first: once it is answered the cache goes back to
-their end. Documents are read again only where they exceed the model's window and a question's best passage was left out.
+their end. Where they exceed the model's window, the best passages that fit are read first, and what a later question ranks
+among its best is read in behind them.
 
     retention(passage) = RRF(passage, question) * exp(-0.4 * lag)        lag = turns since it was last retrieved
 
@@ -2112,12 +2113,12 @@ class Conversation:
         return {"citations": [name for name in most if name in best][:N_CITED], "cited_by": "retriever and attention"}
 
     def _say_unread(self) -> None:
-        """Say how many passages have never been read, where that has changed."""
+        """Say how many passages have never been read, where that has changed; the first time, which."""
         before, self.never_read = self.never_read, self._unread(self.never_read)
         if len(self.never_read) < len(before) and len(self.spans) < len(self.passages):
             some = ", ".join(self.never_read[:8]) + ", ..." * (len(self.never_read) > 8)
             print(f"the documents exceed the model's window: {len(self.never_read)} of {len(self.passages)} passages have never "
-                  f"been read{': ' * bool(some)}{some}", file=sys.stderr)
+                  f"been read{f': {some}' * (len(before) == len(self.passages))}", file=sys.stderr)
 
 
 def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Config) -> Prompt:
