@@ -263,17 +263,3 @@ def test_a_follow_up_equals_one_uninterrupted_reading(start, monkeypatch, config
     with core.attention(conversation.lm.model, stock=True), torch.inference_mode():
         want = conversation.lm.model(input_ids=tokens[None], logits_to_keep=1).logits[0, -1]
     assert (logits[n_chunks - 1] - want).abs().max() < 1e-4
-
-
-def test_typed_questions(monkeypatch):
-    """Blank lines are passed over; the end of input ends the session."""
-    typed = iter(["What of otters?", "  ", "And comets?"])
-
-    def type_in(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", type_in)
-    assert list(core.typed_questions()) == ["What of otters?", "And comets?"]
