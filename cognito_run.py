@@ -44,9 +44,11 @@ that what is evicted is that passage and not a neighbour's token.
     uv run cognito_run.py                                         # a demo: embedded model, no account, no GPU
     uv run cognito_run.py --docs notes.txt papers/ --ask "Who chaired the meeting?" --ask "And when?"
     uv run cognito_run.py --docs notes.txt --kv-budget 512MiB --evict-at chunk --trace evictions.trace.jsonl
+    >>> from cognito_run import Session; Session(["notes.txt"]).ask("Who chaired the meeting?")     # in a notebook
 
-Prints the streamed answers and a table per question; the last line of stdout is a JSON object. Writes --trace and
---page-dir only.
+Without --ask there is a prompt (`/help` lists its commands), or questions are piped in, one a line. Prints the streamed
+answers, the passages that support them, and what they cost; --json FILE or - writes all of it as one JSON object. Writes
+--json, --trace and --page-dir, and the prompt's history in the user's state folder.
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
 key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
@@ -57,6 +59,7 @@ This file is the canonical home of most `core:` blocks; edit them here, then run
 """
 
 import codecs
+import concurrent.futures
 import contextlib
 import copy
 import csv
@@ -72,16 +75,18 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import uuid
 import warnings
+import weakref
 import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +100,11 @@ N_CITED = 3  # passages that an answer names, at most
 
 INSTRUCTION = "Here are some passages from documents.\n\n"
 QUESTION = "\n\nAnswer this question in a few words, from the passages above: {question}"
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # steers a terminal, breaks a line, or is no character
+WIDTH = 120  # columns of a table that is not printed on a terminal
+FIGURES = ("passages", "tokens", "RRF", "lag")  # columns that stand to the right
+AWAY = {"evicted", "unread"}  # states of a passage that an answer could not see
 
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
                "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
@@ -188,7 +198,7 @@ class Args(PolicyArgs):
     """files (.txt .md .html .pdf .docx .json .jsonl .csv .ipynb, code and other text), folders, patterns such as 'notes/**/*.md',
     or - for standard input; none: a demo on Python's own help topics"""
     ask: "Annotated[tuple[str, ...], tyro.conf.UseAppendAction]" = ()  # noqa: F821
-    """a question; repeat the flag for more; none: a prompt loop on a terminal"""
+    """a question; repeat the flag for more; none: a prompt on a terminal, else one question a line of stdin"""
     history: int = 0
     """exchanges that a question is read after; 0: every question is answered as if it were the first"""
     rope: str = "none"
@@ -198,6 +208,8 @@ class Args(PolicyArgs):
     """keep evicted passages in this folder instead of in host memory"""
     cache: bool = True
     """keep a model that comes as a GGUF unpacked in the user's cache folder, so that it opens in a second"""
+    json: Path | None = None
+    """write the runtime and all answers, citations and figures as one JSON object to this file, or to stdout (-)"""
 
 
 # >>> core:usage (canonical: cognito_run.py)
@@ -337,14 +349,39 @@ def check_args(args: Args) -> None:
         check_writable(args.trace, "--trace")
 
 
+@contextlib.contextmanager
+def lenient_streams() -> Iterator[None]:
+    """Within it no stream ends the script with a traceback.
+
+    A closed one is empty, a character that it cannot write becomes an escape, and once nobody reads any more (`| head -1`) the
+    script ends in silence, with the code of a broken pipe.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+        getattr(sys, name).reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # Python flushes both once more at its end
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(141)
+
+
 if __name__ == "__main__":  # before torch is imported, which takes seconds: --help and a wrong flag answer at once
     from typing import Annotated  # noqa: F401
 
     import tyro
 
-    ARGS = tyro.cli(Args)
-    if code := run_main(check_args, ARGS):
-        sys.exit(code)
+    with lenient_streams():
+        ARGS = tyro.cli(Args)
+        if code := run_main(check_args, ARGS):
+            sys.exit(code)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # an import that is cut short has nothing to tell
 
 import huggingface_hub
 import numpy as np
@@ -2458,10 +2495,6 @@ def find_documents(named: Path, remarks: list[str]) -> list[Path]:
     return documents
 
 
-def printable(path: Path | str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(path))
-
-
 def labels(paths: Iterable[Path]) -> list[str]:
     """For each path its shortest end that no other path shares."""
     all_parts = [("stdin",) if path == STDIN else Path(os.path.abspath(path)).parts for path in paths]
@@ -2496,43 +2529,177 @@ def read_documents(paths: tuple[Path, ...]) -> dict[str, list[Line]]:
     return documents
 
 
-def print_answer(facts: dict) -> None:
-    """The table of one turn: where the passages are, and what the cache and the answer cost."""
-    rows = facts["passages"]
-    if any(row["state"] != "resident" for row in rows):
-        print(f"\n{'passage':40}{'tokens':>7}{'RRF':>9}{'lag':>5}  state")
-        for row in [*rows[:10], *rows[max(10, len(rows) - 5) :]]:
-            print(f"{row['passage'][-40:]:40}{row['tokens']:7}{row['score']:9.4f}{row['lag'] or 0:5}  {row['state']}")
+@dataclass(frozen=True)
+class Reply:
+    """An answer, the places in the documents that support it, and what it took (JSON-ready)."""
+
+    text: str
+    citations: tuple[str, ...]
+    facts: dict = field(repr=False)
+
+    def __str__(self) -> str:
+        return "  ".join([self.text, *(f"[{place}]" for place in self.citations)])
+
+
+def printable(text: str | Path, keep: str = "") -> str:
+    """A text without what would steer the terminal or break a line: control characters but `keep` are written as escapes."""
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), str(text))
+
+
+def well_formed(question: str) -> str:
+    """A question as text: bytes that the locale could not read are read as UTF-8, and what is no character is replaced."""
+    question = re.sub(r"[\ud800-\udc7f\udd00-\udfff]", "\ufffd", question)  # the others stand for bytes, PEP 383
+    return question.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def say(piece: str) -> None:
+    """Print a piece of an answer as it comes."""
+    print(printable(piece, keep="\n\t"), end="", flush=True)
+
+
+def show(what) -> None:
+    """Print a text or table of rich's, no wider than there is room; plain where there is no terminal, and with NO_COLOR."""
+    from rich.console import Console
+
+    console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto", markup=False, emoji=False, highlight=False,
+                      width=None if sys.stdout.isatty() else WIDTH)
+    with console.capture() as captured:  # written by print: rich itself would end the script on a closed pipe
+        console.print(what)
+    print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n", flush=True)
+
+
+def table(heads: tuple[str, ...], rows: Iterable[tuple]):
+    """A table whose first column is text, folded where there is no room, and whose others are figures or single words."""
+    from rich.table import Table
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for i, head in enumerate(heads):
+        drawn.add_column(head, justify="right" if head in FIGURES else "left", overflow="fold", no_wrap=i > 0,
+                         min_width=1 if i else 10)
+    for row in rows:
+        cells = (f"{cell:.4f}" if isinstance(cell, float) else "" if cell is None else printable(str(cell)) for cell in row)
+        drawn.add_row(*cells, style="dim" if AWAY.intersection(row) else None)
+    return drawn
+
+
+def passage_table(rows: list[dict]):
+    """Passages with their scores, and where they are."""
+    return table(("passage", "tokens", "RRF", "lag", "state", "at"), (
+        (row["passage"], row["tokens"], row["score"], row["lag"], row["state"], row["at"]) for row in rows))
+
+
+def print_answer(reply: Reply, with_table: bool) -> None:
+    """What stands below an answer: its citations, where the passages are, and what the cache and the answer cost."""
+    from rich.text import Text
+
+    facts, rows = reply.facts, reply.facts["passages"]
+    states = Counter(row["state"] for row in rows)
+    print(flush=True)
+    if reply.citations:
+        show(Text("\n" + " ".join(f"[{printable(place)}]" for place in reply.citations), style="cyan"))
+    if with_table and states.keys() != {"resident"}:
+        print()
+        show(passage_table([*rows[:10], *rows[max(10, len(rows) - 5) :]]))
         if len(rows) > 15:
             print(f"(the best 10 and the worst 5 of {len(rows)})")
-    states = Counter(row["state"] for row in rows)
     full, resident, peak = (facts[key] / 2**20 for key in ("kv_bytes_full", "kv_bytes_decode", "kv_bytes_peak"))
-    print(f"\npassages  {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen, "
-          f"{facts['n_beside']} of them instruction, question and answer")
-    print(f"KV cache  full {full:.1f} MiB, resident {resident:.1f} MiB ({facts['compression_ratio']:.0%} of the entries "
-          f"removed), peak {peak:.1f} MiB")
     itl = facts["itl_ms_mean"] or math.nan
-    print(f"time      first token {facts['ttft_s']:.1f} s, then {itl:.0f} ms per token", flush=True)
-
-
-def typed_questions() -> Iterator[str]:
-    """Questions typed at a prompt, until the end of input."""
-    while True:
-        try:
-            question = input("question (Ctrl-D ends)> ")
-        except EOFError:
-            return
-        if question.strip():
-            yield question
+    show(Text(
+        f"\npassages  {', '.join(f'{n} {state}' for state, n in states.items())}; {facts['n_seen']} tokens seen, "
+        f"{facts['n_beside']} of them instruction, question and answer\n"
+        f"KV cache  full {full:.1f} MiB, resident {resident:.1f} MiB ({facts['compression_ratio']:.0%} of the entries removed), "
+        f"peak {peak:.1f} MiB\n"
+        f"time      first token {facts['ttft_s']:.1f} s, then {itl:.0f} ms per token", style="dim"))
 
 
 def check_questions(args: Args) -> tuple[str, ...]:
-    """The questions asked for; none: they are to be typed at a prompt."""
-    if args.docs and not args.ask and not sys.stdin.isatty():
-        raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
+    """The questions asked for; none: they come from stdin."""
     if not all(question.strip() for question in args.ask):
         raise Refusal("--ask got an empty question; ask something")
+    if Path("-") in args.docs and not args.ask:
+        raise Refusal('--docs - reads the documents from stdin, so that no question can come from there; pass --ask "..."')
     return args.ask or (() if args.docs else (DEMO_QUESTION,))
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines typed at a prompt with editing and history; those of earlier sessions come back where a file can hold them."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cognito" / "history"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+        history = FileHistory(path)
+    except (OSError, RuntimeError):  # there is no home, or none to write in
+        history = InMemoryHistory()
+    prompt = PromptSession("\n> ", history=history, placeholder="a question, or /help")
+    return iter(prompt.prompt, None)  # no generator: Ctrl-C would end it
+
+
+def first_line() -> str:
+    """The first line of stdin that is not blank: whoever pipes nothing in does not wait for a model."""
+    if sys.stdin.isatty():  # but stdout is none
+        print("one question a line; Ctrl-D ends", file=sys.stderr)
+    try:
+        first, reason = next((line for line in sys.stdin if line.strip()), None), "is empty"
+    except OSError as error:
+        first, reason = None, f"cannot be read ({error.strerror or error})"
+    if first is None:
+        raise Refusal(f'there is no question: stdin {reason} and is no terminal; pass --ask "..."')
+    return first
+
+
+class Lines:
+    """The user's lines, one after the other: those of --ask, or typed at a prompt, or piped in.
+
+    Ctrl-C stops an answer. A second one within a second, or at the prompt before another answer, ends the session.
+    """
+
+    def __init__(self, args: Args):
+        asked = check_questions(args)
+        self.typed = not asked and sys.stdin.isatty() and sys.stdout.isatty()
+        self.interrupted_at = -math.inf  # when Ctrl-C was last pressed, with no answer since
+        if asked:
+            self.source = iter(asked)
+        else:
+            self.source = typed_lines() if self.typed else itertools.chain([first_line()], sys.stdin)
+
+    def __iter__(self) -> "Lines":
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                line = well_formed(next(self.source)).rstrip()
+            except EOFError:  # Ctrl-D
+                raise StopIteration from None
+            except KeyboardInterrupt:
+                self._interrupted(patience_s=math.inf)
+                continue
+            if line in ("/quit", "/exit"):
+                raise StopIteration
+            if line:
+                return line
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Within it one line is answered; neither a refusal nor Ctrl-C ends more than that."""
+        try:
+            yield
+        except Refusal as refusal:
+            print(f"error: {printable(str(refusal))}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt.__context__, KeyboardInterrupt):  # the second came before the first was dealt with
+                raise
+            return self._interrupted(patience_s=1)
+        self.interrupted_at = -math.inf
+
+    def _interrupted(self, patience_s: float) -> None:
+        before, self.interrupted_at = self.interrupted_at, time.monotonic()
+        if self.interrupted_at - before < patience_s:
+            raise KeyboardInterrupt
+        print("\ninterrupted; Ctrl-C again ends the session", flush=True)
 
 
 def check_room(name: str, window: int, n_asked: int, n_new: int, n_passage: int) -> None:
@@ -2567,6 +2734,7 @@ class Passage:
     name: str  # "manual.pdf p. 12 #3"
     text: str
     where: str  # "manual.pdf p. 12"
+    document: str  # "manual.pdf"
 
 
 def cut_documents(args: Args, documents: dict[str, list[Line]], tokenizer,
@@ -2585,7 +2753,7 @@ def cut_documents(args: Args, documents: dict[str, list[Line]], tokenizer,
     for label, lines in documents.items():
         for i, (line, text) in enumerate(pack_lines(lines, starts[label], tokenizer, size), start=1):
             where = f"{label} {line.where}".strip()
-            passages[f"{where} #{i}"] = Passage(f"{where} #{i}", text, where)
+            passages[f"{where} #{i}"] = Passage(f"{where} #{i}", text, where, label)
     return args, passages
 
 
@@ -2666,40 +2834,196 @@ def tokens_between(starts: list[int], begin: int, end: int) -> int:
     return bisect_left(starts, end) - token_at(starts, begin)
 
 
-def main(args: Args) -> int:
-    """Read the documents, answer every question."""
-    check_args(args)
-    documents, questions = read_documents(args.docs), check_questions(args)
-    runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
-    print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
-    model_config, tokenizer = load_config(runtime.name, args.cache), load_tokenizer(runtime.name, args.cache)
-    args, cut = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
-    passages = {name: passage.text for name, passage in cut.items()}
-    n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in passages.values())
-    model_config = fit_questions(args, runtime, model_config, tokenizer, questions, n_tokens)
-    args, surrogates = settle_pruning(args, [args.config], runtime, model_config)
-    store = PageStore(args.page_dir)
-    embedder, reranker = load_embedder(args.embedder), load_reranker(args.reranker)
-    lm = load_model(runtime, model_config, tokenizer, args.cache)
-    check_fingerprint(surrogates, lm.model)
-    print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
+class EarlyRetriever:
+    """A HybridRetriever that is made while the documents are read: its libraries take seconds to import.
 
-    turns, trace = [], trace_to(args.trace, case_id="conversation")
-    retriever = HybridRetriever(list(passages.values()), embedder, reranker)
-    conversation = Conversation(args, lm, passages, retriever, store, surrogates)
-    with contextlib.closing(store), attention(lm.model, CONFIGS[args.config].stock):
-        for question in questions or typed_questions():
-            print(f"\n> {question}\n", flush=True)
-            try:
-                turns.append(conversation.ask(question, lambda piece: print(piece, end="", flush=True), trace))
-            except Refusal as refusal:  # a question typed that no window holds; the next may be shorter
-                print(f"error: {refusal}", file=sys.stderr)
-                continue
-            print(flush=True)
-            print_answer(turns[-1])
-    print(json.dumps({"runtime": str(runtime), "config": args.config, "turns": turns}))
+    Rankers that are named, and may not exist, are loaded at once.
+    """
+
+    def __init__(self, args: Args, texts: list[str]):
+        named = args.embedder != Args.embedder or args.reranker not in ("auto", "none")
+        rankers = (load_embedder(args.embedder), load_reranker(args.reranker)) if named else None
+        self.make = lambda: HybridRetriever(texts, *(rankers or (load_embedder(args.embedder), load_reranker(args.reranker))))
+        self.made: concurrent.futures.Future | None = None
+
+    def prepare(self) -> None:
+        """Begin, once the model's own imports are done: two imports at a time may meet half-way."""
+        self.made = concurrent.futures.ThreadPoolExecutor(1).submit(self.make)
+
+    def rank(self, question: str) -> np.ndarray:
+        return self.made.result().rank(question)
+
+
+class Session:
+    """Documents, and questions about them: `Session(["notes/"]).ask("Who chaired the meeting?")`. Raises Refusal.
+
+    The flags are the fields of Args; `ask` are questions that are checked before the model is loaded. `close`, or leaving a
+    `with`, drops the pages; so does the end of the script.
+    """
+
+    def __init__(self, docs: Iterable[str | Path] | str | Path = (), **flags):
+        args = session_args(docs, flags)
+        check_args(args)
+        documents = read_documents(args.docs)
+        self.runtime = runtime = resolve_runtime(args.model, args.device, args.dtype, args.quant)
+        print(f"{runtime}, {args.config} {CONFIGS[args.config].name}", flush=True)
+        model_config, tokenizer = load_config(runtime.name, args.cache), load_tokenizer(runtime.name, args.cache)
+        args, self.passages = cut_documents(args, documents, tokenizer, entry_bytes(model_config, runtime.dtype))
+        texts = {name: passage.text for name, passage in self.passages.items()}
+        self.n_tokens = {name: len(tokenise(tokenizer, text)[0]) for name, text in texts.items()}
+        model_config = fit_questions(args, runtime, model_config, tokenizer, args.ask, sum(self.n_tokens.values()))
+        args, surrogates = settle_pruning(args, [args.config], runtime, model_config)
+        store, retriever = PageStore(args.page_dir), EarlyRetriever(args, list(texts.values()))
+        lm = load_model(runtime, model_config, tokenizer, args.cache)
+        check_fingerprint(surrogates, lm.model)
+        print(self, flush=True)
+        self.args, self.trace = args, trace_to(args.trace, case_id="conversation")
+        self.conversation = Conversation(args, lm, texts, retriever, store, surrogates)
+        self.last: Reply | None = None
+        held = contextlib.ExitStack()
+        held.callback(store.close)
+        held.enter_context(attention(lm.model, CONFIGS[args.config].stock))
+        self.close = weakref.finalize(self, held.close)
+        retriever.prepare()
+        self.conversation.read_ahead(self.trace)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        n_documents = len({passage.document for passage in self.passages.values()})
+        return f"{n_documents} documents, {len(self.passages)} passages, {sum(self.n_tokens.values())} tokens"
+
+    def __repr__(self) -> str:
+        return f"<Session: {self}; {self.runtime}, {self.args.config}>"
+
+    def ask(self, question: str, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Answer a question; `on_text` gets the answer piece by piece as it comes. Ctrl-C leaves the session as it was."""
+        question = well_formed(question).strip()
+        if not question:
+            raise Refusal("the question is empty; ask something")
+        if not self.close.alive:
+            raise Refusal("the session is closed; begin another")
+        facts = self.conversation.ask(question, on_text or (lambda piece: None), self.trace)
+        places = dict.fromkeys(self.passages[name].where for name in facts["citations"])  # in order, each once
+        self.last = Reply(facts["answer"], tuple(places), facts)
+        return self.last
+
+
+def session_args(docs: Iterable[str | Path] | str | Path, flags: dict) -> Args:
+    """The Args of a session; a notebook may say 0.3 where the command line says "0.3", and give a path as a text."""
+    known = [flag.name for flag in fields(Args) if flag.name not in ("docs", "json")]
+    for name in flags:
+        check_choice("the flag", name, known)
+    made_of = {"kv_budget": str, "trace": Path, "page_dir": Path, "ask": lambda asked: tuple(map(well_formed, asked))}
+    flags = {name: made_of[name](value) if name in made_of and value is not None else value for name, value in flags.items()}
+    docs = [docs] if isinstance(docs, (str, Path)) else docs
+    return Args(docs=tuple(map(Path, docs)), **flags)
+
+
+def show_docs(session: Session, _) -> None:
+    n_passages, n_tokens = Counter(), Counter()
+    for name, passage in session.passages.items():
+        n_passages[passage.document] += 1
+        n_tokens[passage.document] += session.n_tokens[name]
+    show(table(("document", "passages", "tokens"), ((name, n, n_tokens[name]) for name, n in n_passages.items())))
+    print(session, flush=True)
+
+
+def last_facts(session: Session) -> dict:
+    if session.last is None:
+        raise Refusal("no question has been answered yet; ask one first")
+    return session.last.facts
+
+
+def show_pages(session: Session, _) -> None:
+    rows = {row["passage"]: row for row in last_facts(session)["passages"]}
+    show(passage_table(rows[name] for name in session.n_tokens if name in rows))  # in document order
+
+
+def show_why(session: Session, _) -> None:
+    facts = last_facts(session)
+    seen = [row for row in facts["passages"] if row["state"] not in AWAY]
+    show(passage_table(sorted(seen, key=lambda row: row["score"], reverse=True)))
+    print(f"the answer to {printable(facts['question'])!r} could see {len(seen)} of {len(session.n_tokens)} passages", flush=True)
+
+
+def set_budget(session: Session, budget: str) -> None:
+    if CONFIGS[session.args.config].evict == "nothing":
+        raise Refusal(f"{session.args.config} evicts no passages, so that a budget changes nothing; start with --config L3")
+    if budget:
+        session.conversation.set_budget(budget)
+    print(f"the budget is {session.conversation.args.kv_budget}", flush=True)
+
+
+def show_help(session: Session, _) -> None:
+    rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+    show(table(("command", "what it does"), [*rows, ("/quit", "end the session")]))
+    print("Anything else is a question. Ctrl-C stops its answer; twice in a row it ends the session, as Ctrl-D does.", flush=True)
+
+
+COMMANDS = {
+    "/docs": (show_docs, "show the documents, their passages and tokens"),
+    "/pages": (show_pages, "show all passages, and where the last answer has left them"),
+    "/why": (show_why, "show the passages that the last answer could see, the best first"),
+    "/budget": (set_budget, "show the KV budget; /budget 0.3 changes it from the next question on"),
+    "/help": (show_help, "show this list"),
+}
+
+
+def obey(session: Session, line: str) -> None:
+    """Carry out a command; one that there is not is refused."""
+    name, _, argument = line.partition(" ")
+    if name not in COMMANDS:
+        raise Refusal(f"{name} is no command; expected {', '.join(COMMANDS)} or /quit (put a space before a question that begins "
+                      "with /)")
+    if argument.strip() and name != "/budget":
+        raise Refusal(f"{name} takes nothing behind it; say {name} alone")
+    COMMANDS[name][0](session, argument.strip())
+
+
+@contextlib.contextmanager
+def json_to(path: Path | None) -> Iterator[dict]:
+    """Within it a run fills an object, which is written in the end, also when Ctrl-C ends it.
+
+    Where that goes to stdout, nothing else does: what people read goes to stderr.
+    """
+    said, stdout = {}, sys.stdout
+    if path is not None and path != Path("-"):
+        check_writable(path, "--json")
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if path == Path("-") else contextlib.nullcontext():
+            yield said
+    finally:
+        if path == Path("-") and said:
+            print(json.dumps(said), file=stdout)
+        elif path is not None and said:
+            check_writable(path, "--json")  # much may have happened since
+            path.write_text(json.dumps(said) + "\n")
+
+
+def main(args: Args) -> int:
+    """Read the documents, answer line after line."""
+    with json_to(args.json) as said:
+        lines = Lines(args)
+        with Session(**{name: value for name, value in vars(args).items() if name != "json"}) as session:
+            said.update(runtime=str(session.runtime), config=args.config, turns=[])
+            for line in lines:
+                print("" if lines.typed else f"\n> {printable(line)}\n", flush=True)
+                with lines.answering():
+                    if line.startswith("/"):
+                        obey(session, line)
+                        continue
+                    reply = session.ask(line, on_text=say)
+                    print_answer(reply, with_table=not lines.typed)  # at a prompt there is /why
+                    said["turns"].append(reply.facts)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, ARGS))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with lenient_streams():
+        sys.exit(run_main(main, ARGS))

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,8 @@ def one_sentence(stderr: str) -> str:
     return stderr
 
 
-def run(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+def run(script: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8", **env}
     return subprocess.run([sys.executable, ROOT / script, *args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True,
                           encoding="utf-8", timeout=300)
 
@@ -106,10 +107,9 @@ def test_a_budget_of_nothing_is_refused(no_weights, capsys, config):
 
 def answers(capsys, **given) -> tuple[list[dict], str]:
     """The turns of a run of cognito_run.py over notes.txt, and what it printed."""
-    asked = dict(docs=(Path("notes.txt"),), max_new_tokens=4)
+    asked = dict(docs=(Path("notes.txt"),), max_new_tokens=4, json=Path("answers.json"))
     assert core.run_main(core.main, core.Args(**{**CPU, **asked, **given})) == 0
-    out = capsys.readouterr().out
-    return json.loads(out.splitlines()[-1])["turns"], out
+    return json.loads(Path("answers.json").read_text())["turns"], capsys.readouterr().out
 
 
 @pytest.mark.parametrize("config", ["L3", "L4"])
@@ -186,7 +186,9 @@ def test_transformers_minor(monkeypatch, capsys, version, code):
 
 
 def test_usage_error_as_a_process(tmp_path):
-    done = run("cognito_run.py", "--model", "tiny", "--docs", "missing.txt", "--ask", "Who?", cwd=tmp_path)
+    """With all that is not needed closed; of what is said on stderr nothing goes to stdout."""
+    command = [sys.executable, ROOT / "cognito_run.py", "--model", "tiny", "--docs", "missing.txt", "--ask", "Who?"]
+    done = subprocess.run(["sh", "-c", '"$@" <&- >&-', "sh", *command], cwd=tmp_path, stderr=subprocess.PIPE, encoding="utf-8", timeout=300)
     assert done.returncode == 2 and "missing.txt" in one_sentence(done.stderr)
 
 
@@ -196,16 +198,18 @@ def test_unknown_flag_as_a_process(tmp_path):
 
 
 def test_good_run_as_a_process(tmp_path):
-    """Two questions about a folder: answers, a table, JSON last; the trace says what was evicted."""
+    """Two questions about a folder: answers, a table, JSON; the trace says what was evicted. No home, and a stdout without the names."""
     (tmp_path / "papers").mkdir()
-    for name in ("a.txt", "b.md"):
+    for name in ("a.txt", "\u65e5\nb.md"):
         (tmp_path / "papers" / name).write_text("".join(f"Fact {i} of {name} is that {i * i} is a square. " for i in range(40)))
     done = run("cognito_run.py", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--docs", "papers", "--ask", "What is fact 7?",
-               "--ask", "And fact 30?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact 30?"] and said["config"] == "L3"
-    assert 0.5 < said["turns"][0]["compression_ratio"] < 0.7 and "evicted" in done.stdout
+               "--ask", "And fact \u4e03?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", "--json", "out.json", cwd=tmp_path,
+               HOME="/dev/null", PYTHONIOENCODING="cp1252")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact \u4e03?"] and said["config"] == "L3"
+    assert 0.5 < said["turns"][0]["compression_ratio"] < 0.7 and "{" not in done.stdout
+    assert "> And fact \\u4e03?\n" in done.stdout and re.search(r"^papers/\\u65e5\\nb.md #\d .* evicted", done.stdout, re.MULTILINE)
     events = [json.loads(line) for line in (tmp_path / "run.trace.jsonl").read_text().splitlines()]
     out = {row["passage"] for row in said["turns"][0]["passages"] if row["state"] == "evicted"}
     first_turn = events[: next(i for i, event in enumerate(events) if event["event"] == "decode")]

@@ -572,7 +572,7 @@ def test_the_facts_say_where_a_passage_is(start, tmp_path, capsys, on_disk):
     assert at == {("resident", "device"), ("evicted", "disk" if on_disk else "host"), ("unread", None)}
     assert len(facts["passages"]) == len(LIBRARY) and all(row["tokens"] == len(LIBRARY[row["passage"]]) for row in facts["passages"])
     assert facts["n_beside"] == facts["n_seen"] - sum(row["tokens"] for row in facts["passages"] if row["at"] is not None)
-    core.print_answer(facts)
+    core.print_answer(core.Reply(facts["answer"], (), facts), with_table=True)
     out = capsys.readouterr().out
     assert f"{sum(row['at'] is None for row in facts['passages'])} unread" in out
 
@@ -621,20 +621,6 @@ def test_room_for_many_exchanges_is_not_taken_from_all_passages(start):
     for topic in TOPICS[:4]:
         assert ask(conversation, f"What of {topic}?")["n_seen"] <= 3800
     assert len(conversation.spans) > 5 and conversation.exchanges
-
-
-def test_typed_questions(monkeypatch):
-    """Blank lines are passed over; the end of input ends the session."""
-    typed = iter(["What of otters?", "  ", "And comets?"])
-
-    def type_in(prompt):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", type_in)
-    assert list(core.typed_questions()) == ["What of otters?", "And comets?"]
 
 
 @pytest.mark.parametrize("config, given", [*WAYS, ("L1", {}), ("L7", dict(kv_budget="700"))])
