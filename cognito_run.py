@@ -2183,7 +2183,7 @@ ATX_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+)")
 UNDERLINE = re.compile(r"([=*^~+\"#-])\1{2,}")
 FENCE = re.compile(r"\s*(```|~~~)")
 DECLARED = re.compile(rb"(?:charset|coding)\s*[:=]\s*[\"']?([\w.-]+)")
-CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+BINARY = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 LATIN = ("cp1252", "cp1250", "cp1254")
 OTHER_SCRIPTS = ("cp932", "cp949", "gb18030", "big5", "euc_jp", "cp1251", "cp1253", "cp1255", "cp1256", "koi8_r")
 NUMBER = re.compile(r"(?!\s*(?:19|20)\d\d\s*$)[\W\d]*\d[\W\d]*")  # or a date, but no year
@@ -2225,7 +2225,7 @@ def decode(data: bytes) -> str:
         known = LATIN if n_high <= 2 * len(runs) and 2 * n_high <= n_letters else (*OTHER_SCRIPTS, *LATIN)
         text = str(min(from_bytes(data, cp_isolation=list(known)), default="\0",
                        key=lambda match: (match.chaos, -match.coherence, match.encoding != LATIN[0])))
-    if 20 * len(CONTROL.findall(text)) > len(text):  # one in 20 is no accident
+    if 20 * len(BINARY.findall(text)) > len(text):  # one in 20 is no accident
         raise Unreadable("is binary, or in an unknown encoding")
     return text
 

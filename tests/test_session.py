@@ -105,9 +105,9 @@ def test_piped_lines_are_questions_and_commands(monkeypatch, capsys):
     parts = dict(zip(lines[1:], re.split("\n> .*\n", said.out)[1:]))
     names = [row["passage"] for row in turns[0]["passages"]]
     seen = [row["passage"] for row in turns[0]["passages"] if row["state"] == "resident"]
-    listed = {command: re.findall(r"^(notes\S+(?: #\d+)?) ", parts[command], re.M) for command in ("/why", "/pages", "/docs")}
+    listed = {command: re.findall(r"^((?:a.txt|b.md)(?: .*?#\d+)?) +\d", parts[command], re.M) for command in ("/why", "/pages", "/docs")}
     assert listed["/pages"] == sorted(names) and 0 < len(seen) < len(names)
-    assert listed["/docs"] == ["notes/a.txt", "notes/b.md"] and f"{len(names)} passages, " in parts["/docs"]
+    assert listed["/docs"] == ["a.txt", "b.md"] and f"{len(names)} passages, " in parts["/docs"]
     assert "the budget is 0.4" in parts["/budget"] and all(command in parts["/help"] for command in (*core.COMMANDS, "/quit", "Ctrl-C"))
     assert QUESTIONS[2] not in said.out
 
@@ -123,7 +123,7 @@ def test_why_lists_what_the_answer_could_see(monkeypatch, capsys):
     turn = json.loads(Path("out.json").read_text())["turns"][-1]
     why = capsys.readouterr().out.partition("\n> /why\n")[2]
     want = sorted((row for row in turn["passages"] if row["state"] != "evicted"), key=lambda row: -row["score"])
-    listed = re.findall(r"^(\S+ #\d+) +(\d+) +([\d.]+) +(\d+)  ([a-z ]+?)(?:  .*)?$", why, re.M)
+    listed = re.findall(r"^(\S+ .*?#\d+) +(\d+) +([\d.]+) +(\d+)  ([a-z ]+?)(?:  .*)?$", why, re.M)
     assert listed == [(row["passage"], str(row["tokens"]), f"{row['score']:.4f}", str(row["lag"]), row["state"]) for row in want]
     assert {lag for *_, lag, _ in listed} != {"0"} and f"could see {len(want)} of {len(turn['passages'])}" in why
     assert {"resident", "paged in"} == {state for *_, state in listed}
@@ -305,7 +305,7 @@ def test_plain_when_piped(monkeypatch, capsys):
     Path("notes", NAME.replace("/", "")).write_text("Fact 7 is on no list. " * 20)
     assert run(monkeypatch, ask=QUESTIONS[:1]) == 0
     out = capsys.readouterr().out
-    assert r"notes/a\nb\udcff [bold]x[bold] :smile: \x1b[31m.txt #1  " in out and "\x1b" not in out
+    assert r"a\nb\udcff [bold]x[bold] :smile: \x1b[31m.txt l. 1 #1  " in out and "\x1b" not in out
     assert not re.search(" $", out, re.M)
     facts = {**core.Session("notes", **TINY).ask(QUESTIONS[0]).facts, "passages": []}
     capsys.readouterr()
