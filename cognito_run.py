@@ -68,6 +68,7 @@ import re
 import socket
 import sys
 import time
+import unicodedata
 import uuid
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -100,6 +101,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 FLOOR = 512  # tokens of documents that are kept whole: evicting saves nothing there that anybody would miss
 QUESTION_TOKENS = 256  # room that documents leave in the window for a question
+KNOWN_WORDS = 0.6  # share of a text's words that an English embedder's vocabulary holds, or the text is in another language
+MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 
 INSTRUCTION = "Here are some passages from documents.\n\n"
 QUESTION = "\n\nAnswer this question in a few words, from the passages above: {question}"
@@ -472,8 +475,13 @@ def model_folder(runtime: Runtime) -> str:
 
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
+PRIVATE = range(0x100000, 0x10FFFE)  # characters that no vocabulary joins to others
 PASSAGE_TOKENS = 200
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
+
+
+class Markup(str):
+    """What the chat template writes: its control strings are control tokens. Any other text is data, where they are text."""
 
 
 @dataclass(frozen=True)
@@ -520,10 +528,50 @@ def render_chat(tokenizer, messages: list[dict]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
 
-def tokenise(tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered text, and the character at which each token starts."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+def tokenise(tokenizer, *pieces: str) -> tuple[list[int], list[int]]:
+    """Token ids of the text that the pieces make, and the character at which each token starts.
+
+    The text is tokenised once. Only where a control token comes out of a piece that is no `Markup`, a private-use character is
+    put into that control string and the text is tokenised again: sub-words come out, and the character's own are dropped.
+    """
+    text, ends, splits = "".join(pieces), list(itertools.accumulate(map(len, pieces))), []
+    while True:
+        tokens = encode_split(tokenizer, text, splits)
+        starts = control_starts(tokenizer, text, tokens)
+        found = [start + 1 for start in starts if not isinstance(pieces[bisect_right(ends, start)], Markup)]
+        if not found:
+            return [token for token, _, _ in tokens], [start for _, start, _ in tokens]
+        if not set(found).isdisjoint(splits):
+            raise Refusal("the tokenizer drops private-use characters, so that control strings in a text cannot be told from "
+                          "the chat template's; choose another model")
+        splits = sorted({*splits, *found})
+
+
+def encode_split(tokenizer, text: str, splits: list[int]) -> list[tuple[int, int, int]]:
+    """Token id, start and stop of each token of a text that has a private-use character before each of the places `splits`."""
+    mark = next(char for char in map(chr, PRIVATE) if char not in text)
+    marked = mark.join(text[start:stop] for start, stop in itertools.pairwise([0, *splits, len(text)]))
+    marks = [split + i for i, split in enumerate(splits)]  # where they stand in it
+    encoded = tokenizer(marked, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [(token, start - bisect_left(marks, start), stop - bisect_left(marks, stop))
+            for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]) if marked[start:stop] != mark]
+
+
+def control_starts(tokenizer, text: str, tokens: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Where in the text its control strings start."""
+    controls = control_ids(tokenizer)
+    for token, start, stop in tokens:
+        if token in controls:
+            said = text[start:stop].strip()  # the token may have taken the white space around
+            if token != tokenizer.unk_token_id or said == tokenizer.unk_token:  # else an unknown character
+                yield text.index(said, start)
+
+
+@functools.cache
+def control_ids(tokenizer) -> frozenset[int]:
+    """The tokens that were added to a vocabulary, flagged special or not; runs of white space, as Gemma adds, are none."""
+    contents = {token: added.content.replace("\u2581", " ").strip() for token, added in tokenizer.added_tokens_decoder.items()}
+    return frozenset(token for token, content in contents.items() if len(content) > 1)
 
 
 def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") -> Prompt:
@@ -536,12 +584,11 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     content = "".join(segment.text for segment in segments)
     rendered = render_chat(tokenizer, [{"role": "user", "content": content}]) + answer_prefix
     head, _, tail = render_chat(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-    tail += answer_prefix
-    if rendered != head + content + tail:
+    if rendered != head + content + tail + answer_prefix:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
                       "choose a model whose template leaves the text alone")
-    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail, True)]
-    input_ids, starts = tokenise(tokenizer, rendered)
+    input_ids, starts = tokenise(tokenizer, Markup(head), content, Markup(tail), answer_prefix)
+    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail + answer_prefix, True)]
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
     return Prompt(torch.tensor(input_ids), segments, list(zip(cuts, cuts[1:])))
@@ -958,16 +1005,31 @@ def model_fingerprint(model) -> list[float]:
 # >>> core:retrieval (canonical: cognito_run.py)
 RRF_K = 60
 CROSS_ENCODER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
+UNSPACED = "".join(rf"\p{{scx={script}}}" for script in "Han Hiragana Katakana Thai Lao Khmer Myanmar".split())
+
+
+def normalised(text: str) -> str:
+    """The text as retrieval compares it: in NFKC, without soft hyphens and other characters that are not seen."""
+    import regex
+
+    return regex.sub(r"\p{Default_Ignorable_Code_Point}+", "", unicodedata.normalize("NFKC", text))
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    """The words of a text, case-folded, combining marks included; of scripts written without spaces, the pairs of characters."""
+    import regex
+
+    found = []
+    for run in regex.finditer(rf"(?V1)([\w&&[{UNSPACED}]]+)|[\w--[{UNSPACED}]]+", normalised(text).casefold()):
+        characters = regex.findall(r".\p{M}*", run[0]) if run[1] else [run[0]]  # marks stay with their character
+        found += map("".join, itertools.pairwise(characters)) if len(characters) > 1 else characters
+    return found
 
 
 def shared_ranks(scores) -> np.ndarray:
     """Ranks from 1, best first, (n,) -> (n,); equal scores share the better rank."""
     scores = np.asarray(scores, dtype=np.float64)
-    return 1 + (scores[None, :] > scores[:, None]).sum(axis=1)
+    return 1 + len(scores) - np.searchsorted(np.sort(scores), scores, side="right")
 
 
 def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int = RRF_K) -> np.ndarray:
@@ -984,20 +1046,26 @@ class HybridRetriever:
 
     Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
+    With a `window` a longer passage is embedded in parts of at most so many tokens of the embedder's, and is as near to a
+    question as its nearest part. The evaluations give none: the embedder cuts their long paragraphs off.
     """
 
-    def __init__(self, passages: list[str], embedder, reranker=None):
+    def __init__(self, passages: list[str], embedder, reranker=None, window: int | None = None):
         from rank_bm25 import BM25Okapi
 
-        self.passages, self.embedder, self.reranker = passages, embedder, reranker
-        self.terms = [words(passage) for passage in passages]
+        self.embedder, self.reranker = embedder, reranker
+        self.passages = [normalised(passage) for passage in passages]
+        self.terms = [words(passage) for passage in self.passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.vectors = self._embed(passages, "document")  # (n, D), of unit length
+        parts = [window and cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+        self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
+        self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
+        question = normalised(question)
         everywhere = np.ones(len(self.passages), dtype=bool)
-        dense = self.vectors @ self._embed([question], "query")[0]
+        dense = np.maximum.reduceat(self.vectors @ self._embed([question], "query")[0], self.firsts)
         rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]
@@ -1689,6 +1757,41 @@ class ReadingBar(Policy):
         self.bar.close()
 
 
+class DocumentRetriever(HybridRetriever):
+    """A retriever for documents of any kind: it embeds long passages whole, and says once where the embedder knows no word.
+
+    An English embedder is taken not to know the language of three words or more if its vocabulary holds fewer than 60 % of
+    them. Measured with MiniLM: English prose 92 %, Python code 83 %, Portuguese 38 to 47 %; some sentences of German, French,
+    Spanish, Italian and Dutch 31 to 56 %, of other scripts up to 10 %.
+    """
+
+    def __init__(self, passages: list[str], embedder, reranker=None, english: bool = False):
+        window = embedder.max_seq_length  # of its prefix and its own control tokens, too
+        window = window and window - len(embedder.tokenizer(embedder.prompts["document"])["input_ids"])
+        super().__init__(passages, embedder, reranker, window)
+        self.vocabulary = embedder.tokenizer.get_vocab() if english else None  # None: once said, or never to be said
+        unknown = sum(map(self._is_unknown, self.terms))
+        if unknown > len(passages) / 4:
+            self._warn(f"{unknown} of {len(passages)} passages")
+
+    def rank(self, question: str) -> np.ndarray:
+        if self._is_unknown(words(question)):
+            self._warn("the question")
+        return super().rank(question)
+
+    def _is_unknown(self, terms: list[str]) -> bool:
+        """Whether the embedder does not know the language of these words; without accents, as it reads them."""
+        bare = ("".join(char for char in unicodedata.normalize("NFD", term) if unicodedata.category(char)[0] != "M")
+                for term in terms if self.vocabulary)
+        known = [term in self.vocabulary for term in bare if len(term) > 1 and term.isalpha()]
+        return len(known) > 2 and sum(known) < KNOWN_WORDS * len(known)
+
+    def _warn(self, what: str) -> None:
+        logging.warning("the dense retriever knows English, but few words of %s; BM25 still finds what shares words with the "
+                        "question, and a multilingual --embedder, such as %s, what shares its meaning", what, MULTILINGUAL)
+        self.vocabulary = None
+
+
 class Conversation:
     """Questions about one set of passages, which are read once.
 
@@ -1795,7 +1898,7 @@ class Conversation:
             questions = [*(asked for asked, _ in self.exchanges), question]
             tokens = ask_prompt(tokenizer, read, questions[0], self.config).input_ids.tolist()
             for (_, answer), asked in zip(self.exchanges, questions[1:]):
-                tokens += tokenise(tokenizer, answer + next_turn_text(tokenizer, asked, self.config))[0]
+                tokens += tokenise(tokenizer, answer, *next_turn_text(tokenizer, asked, self.config))[0]
             if len(tokens) + self.args.max_new_tokens <= self.lm.model.config.max_position_embeddings:
                 tokens = torch.tensor(tokens)
                 return tokens if torch.equal(tokens[: len(self.documents)], self.documents) else None
@@ -1845,11 +1948,17 @@ def ask_prompt(tokenizer, passages: dict[str, str], question: str, config: Confi
     return build_prompt(tokenizer, [Segment("instruction", INSTRUCTION, True), *middle, Segment("question", asked, True)])
 
 
-def next_turn_text(tokenizer, question: str, config: Config) -> str:
-    """What the chat template writes between an answer and the next one."""
+def next_turn_text(tokenizer, question: str, config: Config) -> tuple[Markup, str, Markup]:
+    """What stands between an answer and the next one: the question, and what the chat template writes around it."""
     asked = (QUESTION.format(question=question.strip()) * (1 + config.repeat_query)).strip()
-    turns = (("user", "?"), ("assistant", MARK), ("user", asked))
-    return render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).partition(MARK)[2]
+    turns = (("user", "?"), ("assistant", MARK), ("user", MARK))
+    _, before, after = render_chat(tokenizer, [{"role": role, "content": text} for role, text in turns]).split(MARK)
+    return Markup(before), asked, Markup(after)
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD in place of lone surrogates, which no tokenizer reads and no terminal or file takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_documents(paths: tuple[Path, ...]) -> dict[str, str]:
@@ -1894,7 +2003,7 @@ def typed_questions() -> Iterator[str]:
         except EOFError:
             return
         if question.strip():
-            yield question
+            yield well_formed(question)
 
 
 def check_questions(args: Args) -> tuple[str, ...]:
@@ -1903,7 +2012,7 @@ def check_questions(args: Args) -> tuple[str, ...]:
         raise Refusal('there is no question and no terminal to ask for one; pass --ask "..."')
     if not all(question.strip() for question in args.ask):
         raise Refusal("--ask got an empty question; ask something")
-    return args.ask or (() if args.docs else (DEMO_QUESTION,))
+    return tuple(map(well_formed, args.ask)) or (() if args.docs else (DEMO_QUESTION,))
 
 
 def check_args(args: Args) -> None:
@@ -1928,7 +2037,7 @@ def fit_questions(args: Args, runtime: Runtime, model_config, tokenizer, questio
 
 def cut_documents(args: Args, documents: dict[str, str], tokenizer, bytes_per_token: int) -> tuple[Args, dict[str, str]]:
     """The passages by name, none of them larger than the budget; and the flags, without one where there is little to evict."""
-    texts = {name: document.strip() + "\n\n" for name, document in documents.items()}
+    texts = {name: well_formed(document).strip() + "\n\n" for name, document in documents.items()}
     n_tokens = sum(len(tokenise(tokenizer, text)[0]) for text in texts.values())
     if CONFIGS[args.config].evict != "nothing" and args.kv_budget != "none" and n_tokens <= FLOOR:
         print(f"the documents have {n_tokens} tokens: up to {FLOOR} are kept whole (--kv-budget none)")
@@ -1959,7 +2068,7 @@ def main(args: Args) -> int:
     print(f"{len(documents)} documents, {len(passages)} passages, {n_tokens} tokens", flush=True)
 
     turns, trace = [], trace_to(args.trace, case_id="conversation")
-    retriever = HybridRetriever(list(passages.values()), embedder, reranker)
+    retriever = DocumentRetriever(list(passages.values()), embedder, reranker, english=args.embedder == "minilm")
     conversation = Conversation(args, lm, passages, retriever, store, surrogates)
     with contextlib.closing(store), attention(lm.model, CONFIGS[args.config].stock):
         for question in questions or typed_questions():
