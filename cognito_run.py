@@ -1057,7 +1057,9 @@ class HybridRetriever:
         self.passages = [normalised(passage) for passage in passages]
         self.terms = [words(passage) for passage in self.passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        parts = [window and cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+        parts = [[passage] for passage in self.passages]
+        if window is not None:
+            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
         self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
         self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
@@ -1766,8 +1768,9 @@ class DocumentRetriever(HybridRetriever):
     """
 
     def __init__(self, passages: list[str], embedder, reranker=None, english: bool = False):
-        window = embedder.max_seq_length  # of its prefix and its own control tokens, too
-        window = window and window - len(embedder.tokenizer(embedder.prompts["document"])["input_ids"])
+        window = embedder.max_seq_length  # None: as much as there is
+        if window is not None:
+            window -= len(embedder.tokenizer(embedder.prompts["document"])["input_ids"])  # its prefix and its control tokens
         super().__init__(passages, embedder, reranker, window)
         self.vocabulary = embedder.tokenizer.get_vocab() if english else None  # None: once said, or never to be said
         unknown = sum(map(self._is_unknown, self.terms))

@@ -1050,7 +1050,9 @@ class HybridRetriever:
         self.passages = [normalised(passage) for passage in passages]
         self.terms = [words(passage) for passage in self.passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        parts = [window and cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+        parts = [[passage] for passage in self.passages]
+        if window is not None:
+            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
         self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
         self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
