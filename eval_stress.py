@@ -60,6 +60,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unicodedata
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -610,8 +611,13 @@ def stretch(config, name: str, length: int, rope: str):
 
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
+PRIVATE = range(0x100000, 0x10FFFE)  # characters that no vocabulary joins to others
 PASSAGE_TOKENS = 200
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
+
+
+class Markup(str):
+    """What the chat template writes: its control strings are control tokens. Any other text is data, where they are text."""
 
 
 @dataclass(frozen=True)
@@ -643,10 +649,50 @@ def render_chat(tokenizer, messages: list[dict]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
 
-def tokenise(tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered text, and the character at which each token starts."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+def tokenise(tokenizer, *pieces: str) -> tuple[list[int], list[int]]:
+    """Token ids of the text that the pieces make, and the character at which each token starts.
+
+    The text is tokenised once. Only where a control token comes out of a piece that is no `Markup`, a private-use character is
+    put into that control string and the text is tokenised again: sub-words come out, and the character's own are dropped.
+    """
+    text, ends, splits = "".join(pieces), list(itertools.accumulate(map(len, pieces))), []
+    while True:
+        tokens = encode_split(tokenizer, text, splits)
+        starts = control_starts(tokenizer, text, tokens)
+        found = [start + 1 for start in starts if not isinstance(pieces[bisect_right(ends, start)], Markup)]
+        if not found:
+            return [token for token, _, _ in tokens], [start for _, start, _ in tokens]
+        if not set(found).isdisjoint(splits):
+            raise Refusal("the tokenizer drops private-use characters, so that control strings in a text cannot be told from "
+                          "the chat template's; choose another model")
+        splits = sorted({*splits, *found})
+
+
+def encode_split(tokenizer, text: str, splits: list[int]) -> list[tuple[int, int, int]]:
+    """Token id, start and stop of each token of a text that has a private-use character before each of the places `splits`."""
+    mark = next(char for char in map(chr, PRIVATE) if char not in text)
+    marked = mark.join(text[start:stop] for start, stop in itertools.pairwise([0, *splits, len(text)]))
+    marks = [split + i for i, split in enumerate(splits)]  # where they stand in it
+    encoded = tokenizer(marked, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [(token, start - bisect_left(marks, start), stop - bisect_left(marks, stop))
+            for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]) if marked[start:stop] != mark]
+
+
+def control_starts(tokenizer, text: str, tokens: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Where in the text its control strings start."""
+    controls = control_ids(tokenizer)
+    for token, start, stop in tokens:
+        if token in controls:
+            said = text[start:stop].strip()  # the token may have taken the white space around
+            if token != tokenizer.unk_token_id or said == tokenizer.unk_token:  # else an unknown character
+                yield text.index(said, start)
+
+
+@functools.cache
+def control_ids(tokenizer) -> frozenset[int]:
+    """The tokens that were added to a vocabulary, flagged special or not; runs of white space, as Gemma adds, are none."""
+    contents = {token: added.content.replace("\u2581", " ").strip() for token, added in tokenizer.added_tokens_decoder.items()}
+    return frozenset(token for token, content in contents.items() if len(content) > 1)
 
 
 def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") -> Prompt:
@@ -659,15 +705,32 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     content = "".join(segment.text for segment in segments)
     rendered = render_chat(tokenizer, [{"role": "user", "content": content}]) + answer_prefix
     head, _, tail = render_chat(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-    tail += answer_prefix
-    if rendered != head + content + tail:
+    if rendered != head + content + tail + answer_prefix:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
                       "choose a model whose template leaves the text alone")
-    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail, True)]
-    input_ids, starts = tokenise(tokenizer, rendered)
+    input_ids, starts = tokenise(tokenizer, Markup(head), content, Markup(tail), answer_prefix)
+    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail + answer_prefix, True)]
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
     return Prompt(torch.tensor(input_ids), segments, list(zip(cuts, cuts[1:])))
+
+
+def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
+    """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
+
+    A sentence that is longer than a passage is cut between two tokens.
+    """
+    _, starts = tokenise(tokenizer, text)
+    ends = [match.end() for match in SENTENCE_END.finditer(text)]
+    cuts = [0]
+    while cuts[-1] < len(text):
+        first = bisect_left(starts, cuts[-1])
+        limit = starts[first + n_tokens] if first + n_tokens < len(starts) else len(text)
+        limit = limit if limit > cuts[-1] else cuts[-1] + 1  # a character of more than n_tokens tokens
+        last_end = bisect_right(ends, limit) - 1
+        fits = limit < len(text) and last_end >= 0 and ends[last_end] > cuts[-1]
+        cuts.append(ends[last_end] if fits else limit)
+    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 # <<< core:prompt
@@ -687,24 +750,6 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise Refusal(f"{path} is empty; give a file with text in it")
     return text
-
-
-def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
-    """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
-
-    A sentence that is longer than a passage is cut between two tokens.
-    """
-    _, starts = tokenise(tokenizer, text)
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    cuts = [0]
-    while cuts[-1] < len(text):
-        first = bisect_left(starts, cuts[-1])
-        limit = starts[first + n_tokens] if first + n_tokens < len(starts) else len(text)
-        limit = limit if limit > cuts[-1] else cuts[-1] + 1  # a character of more than n_tokens tokens
-        last_end = bisect_right(ends, limit) - 1
-        fits = limit < len(text) and last_end >= 0 and ends[last_end] > cuts[-1]
-        cuts.append(ends[last_end] if fits else limit)
-    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 # <<< core:texts
@@ -1101,16 +1146,31 @@ def model_fingerprint(model) -> list[float]:
 # >>> core:retrieval (canonical: cognito_run.py)
 RRF_K = 60
 CROSS_ENCODER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
+UNSPACED = "".join(rf"\p{{scx={script}}}" for script in "Han Hiragana Katakana Thai Lao Khmer Myanmar".split())
+
+
+def normalised(text: str) -> str:
+    """The text as retrieval compares it: in NFKC, without soft hyphens and other characters that are not seen."""
+    import regex
+
+    return regex.sub(r"\p{Default_Ignorable_Code_Point}+", "", unicodedata.normalize("NFKC", text))
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    """The words of a text, case-folded, combining marks included; of scripts written without spaces, the pairs of characters."""
+    import regex
+
+    found = []
+    for run in regex.finditer(rf"(?V1)([\w&&[{UNSPACED}]]+)|[\w--[{UNSPACED}]]+", normalised(text).casefold()):
+        characters = regex.findall(r".\p{M}*", run[0]) if run[1] else [run[0]]  # marks stay with their character
+        found += map("".join, itertools.pairwise(characters)) if len(characters) > 1 else characters
+    return found
 
 
 def shared_ranks(scores) -> np.ndarray:
     """Ranks from 1, best first, (n,) -> (n,); equal scores share the better rank."""
     scores = np.asarray(scores, dtype=np.float64)
-    return 1 + (scores[None, :] > scores[:, None]).sum(axis=1)
+    return 1 + len(scores) - np.searchsorted(np.sort(scores), scores, side="right")
 
 
 def reciprocal_rank_fusion(rankings: list[tuple[np.ndarray, np.ndarray]], k: int = RRF_K) -> np.ndarray:
@@ -1127,20 +1187,28 @@ class HybridRetriever:
 
     Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
+    With a `window` a longer passage is embedded in parts of at most so many tokens of the embedder's, and is as near to a
+    question as its nearest part. The evaluations give none: the embedder cuts their long paragraphs off.
     """
 
-    def __init__(self, passages: list[str], embedder, reranker=None):
+    def __init__(self, passages: list[str], embedder, reranker=None, window: int | None = None):
         from rank_bm25 import BM25Okapi
 
-        self.passages, self.embedder, self.reranker = passages, embedder, reranker
-        self.terms = [words(passage) for passage in passages]
+        self.embedder, self.reranker = embedder, reranker
+        self.passages = [normalised(passage) for passage in passages]
+        self.terms = [words(passage) for passage in self.passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        self.vectors = self._embed(passages, "document")  # (n, D), of unit length
+        parts = [[passage] for passage in self.passages]
+        if window is not None:
+            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+        self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
+        self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
+        question = normalised(question)
         everywhere = np.ones(len(self.passages), dtype=bool)
-        dense = self.vectors @ self._embed([question], "query")[0]
+        dense = np.maximum.reduceat(self.vectors @ self._embed([question], "query")[0], self.firsts)
         rankings = [(dense, everywhere), self._lexical(question)]
         if self.reranker is not None:
             pairs = [(question, passage) for passage in self.passages]

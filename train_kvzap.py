@@ -545,8 +545,13 @@ def model_folder(runtime: Runtime) -> str:
 
 # >>> core:prompt (canonical: cognito_run.py)
 MARK = "\u2402"  # stands for a message whose place in the chat template is asked; no template writes it
+PRIVATE = range(0x100000, 0x10FFFE)  # characters that no vocabulary joins to others
 PASSAGE_TOKENS = 200
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。！？])|\n\s*\n")
+
+
+class Markup(str):
+    """What the chat template writes: its control strings are control tokens. Any other text is data, where they are text."""
 
 
 @dataclass(frozen=True)
@@ -578,10 +583,50 @@ def render_chat(tokenizer, messages: list[dict]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
 
-def tokenise(tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered text, and the character at which each token starts."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+def tokenise(tokenizer, *pieces: str) -> tuple[list[int], list[int]]:
+    """Token ids of the text that the pieces make, and the character at which each token starts.
+
+    The text is tokenised once. Only where a control token comes out of a piece that is no `Markup`, a private-use character is
+    put into that control string and the text is tokenised again: sub-words come out, and the character's own are dropped.
+    """
+    text, ends, splits = "".join(pieces), list(itertools.accumulate(map(len, pieces))), []
+    while True:
+        tokens = encode_split(tokenizer, text, splits)
+        starts = control_starts(tokenizer, text, tokens)
+        found = [start + 1 for start in starts if not isinstance(pieces[bisect_right(ends, start)], Markup)]
+        if not found:
+            return [token for token, _, _ in tokens], [start for _, start, _ in tokens]
+        if not set(found).isdisjoint(splits):
+            raise Refusal("the tokenizer drops private-use characters, so that control strings in a text cannot be told from "
+                          "the chat template's; choose another model")
+        splits = sorted({*splits, *found})
+
+
+def encode_split(tokenizer, text: str, splits: list[int]) -> list[tuple[int, int, int]]:
+    """Token id, start and stop of each token of a text that has a private-use character before each of the places `splits`."""
+    mark = next(char for char in map(chr, PRIVATE) if char not in text)
+    marked = mark.join(text[start:stop] for start, stop in itertools.pairwise([0, *splits, len(text)]))
+    marks = [split + i for i, split in enumerate(splits)]  # where they stand in it
+    encoded = tokenizer(marked, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return [(token, start - bisect_left(marks, start), stop - bisect_left(marks, stop))
+            for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"]) if marked[start:stop] != mark]
+
+
+def control_starts(tokenizer, text: str, tokens: list[tuple[int, int, int]]) -> Iterator[int]:
+    """Where in the text its control strings start."""
+    controls = control_ids(tokenizer)
+    for token, start, stop in tokens:
+        if token in controls:
+            said = text[start:stop].strip()  # the token may have taken the white space around
+            if token != tokenizer.unk_token_id or said == tokenizer.unk_token:  # else an unknown character
+                yield text.index(said, start)
+
+
+@functools.cache
+def control_ids(tokenizer) -> frozenset[int]:
+    """The tokens that were added to a vocabulary, flagged special or not; runs of white space, as Gemma adds, are none."""
+    contents = {token: added.content.replace("\u2581", " ").strip() for token, added in tokenizer.added_tokens_decoder.items()}
+    return frozenset(token for token, content in contents.items() if len(content) > 1)
 
 
 def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") -> Prompt:
@@ -594,15 +639,32 @@ def build_prompt(tokenizer, segments: list[Segment], answer_prefix: str = "") ->
     content = "".join(segment.text for segment in segments)
     rendered = render_chat(tokenizer, [{"role": "user", "content": content}]) + answer_prefix
     head, _, tail = render_chat(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-    tail += answer_prefix
-    if rendered != head + content + tail:
+    if rendered != head + content + tail + answer_prefix:
         raise Refusal("the model's chat template alters the message, so passages cannot be located in it; "
                       "choose a model whose template leaves the text alone")
-    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail, True)]
-    input_ids, starts = tokenise(tokenizer, rendered)
+    input_ids, starts = tokenise(tokenizer, Markup(head), content, Markup(tail), answer_prefix)
+    segments = [Segment("template-head", head, True), *segments, Segment("template-tail", tail + answer_prefix, True)]
     ends = np.cumsum([len(segment.text) for segment in segments])  # in characters
     cuts = [0, *(bisect_left(starts, end) for end in ends[:-1]), len(input_ids)]  # in tokens
     return Prompt(torch.tensor(input_ids), segments, list(zip(cuts, cuts[1:])))
+
+
+def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
+    """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
+
+    A sentence that is longer than a passage is cut between two tokens.
+    """
+    _, starts = tokenise(tokenizer, text)
+    ends = [match.end() for match in SENTENCE_END.finditer(text)]
+    cuts = [0]
+    while cuts[-1] < len(text):
+        first = bisect_left(starts, cuts[-1])
+        limit = starts[first + n_tokens] if first + n_tokens < len(starts) else len(text)
+        limit = limit if limit > cuts[-1] else cuts[-1] + 1  # a character of more than n_tokens tokens
+        last_end = bisect_right(ends, limit) - 1
+        fits = limit < len(text) and last_end >= 0 and ends[last_end] > cuts[-1]
+        cuts.append(ends[last_end] if fits else limit)
+    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 # <<< core:prompt
@@ -622,24 +684,6 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise Refusal(f"{path} is empty; give a file with text in it")
     return text
-
-
-def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
-    """Cut a text at sentence ends into passages of at most `n_tokens`, whose concatenation is the text again.
-
-    A sentence that is longer than a passage is cut between two tokens.
-    """
-    _, starts = tokenise(tokenizer, text)
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    cuts = [0]
-    while cuts[-1] < len(text):
-        first = bisect_left(starts, cuts[-1])
-        limit = starts[first + n_tokens] if first + n_tokens < len(starts) else len(text)
-        limit = limit if limit > cuts[-1] else cuts[-1] + 1  # a character of more than n_tokens tokens
-        last_end = bisect_right(ends, limit) - 1
-        fits = limit < len(text) and last_end >= 0 and ends[last_end] > cuts[-1]
-        cuts.append(ends[last_end] if fits else limit)
-    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 # <<< core:texts
@@ -1187,8 +1231,9 @@ def score_prompt(lm: LM, text: str, chunk_size: int) -> tuple[torch.Tensor, torc
 
     prompt = build_prompt(lm.tokenizer, [Segment("prompt", text), Segment("ask", "\n\n" + REPEAT)], answer_prefix=text)
     start, stop = prompt.spans[1]
-    rendered = "".join(segment.text for segment in prompt.segments)
-    begin = bisect_left(tokenise(lm.tokenizer, rendered)[1], len(rendered) - len(text))  # where the repetition begins
+    head, *asked, tail = (segment.text for segment in prompt.segments)
+    pieces = (Markup(head), *asked, Markup(tail.removesuffix(text)), text)
+    begin = bisect_left(tokenise(lm.tokenizer, *pieces)[1], sum(map(len, pieces[:-1])))  # where the repetition begins
     scorers = [recorder(i) for i in range(lm.model.config.num_hidden_layers)]
     cache = PagedCache(lm.model.config, capacity=len(prompt.input_ids), scorers=scorers)
     for chunk in prompt.input_ids[:stop].split(chunk_size):

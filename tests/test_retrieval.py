@@ -77,6 +77,32 @@ def test_no_lexical_evidence_no_lexical_credit(passages, question, credited):
         assert score > 1.5 / 61 if has_credit else score == pytest.approx(1 / 61)
 
 
+@pytest.mark.parametrize("text,want", [
+    ("Straße, STRASSE", ["strasse", "strasse"]), ("na\u00efve nai\u0308ve", ["na\u00efve"] * 2), ("ﬁnal ﬂow", ["final", "flow"]),
+    ("co\u00adop\u00aderate \ufeffco\u200boperate", ["cooperate", "cooperate"]), ("ＡＢＣ１２ x²", ["abc12", "x2"]), ("snake_case 3.14", ["snake_case", "3", "14"]),
+    ("ΟΔΟΣ οδός", ["οδοσ", "οδόσ"]), ("हिन्दी में", ["हिन्दी", "में"]), ("مُحَمَّد", ["مُحَمَّد"]), ("می\u200cروم", ["میروم"]), ("한국어 말", ["한국어", "말"]),
+    ("東京都に行く。", ["東京", "京都", "都に", "に行", "行く"]), ("ﾀﾜｰ", ["タワ", "ワー"]), ("茶", ["茶"]), ("GPU内存16GB", ["gpu", "内存", "16gb"]),
+    ("ที่นี่", ["ที่นี่"]), ("ບ້ານ", ["ບ້າ", "ານ"]), ("ខ្មែរ", ["ខ្មែ", "មែរ"]), ("မြန်မာ", ["မြန်", "န်မာ"]), ("?! …", []), ("", []), ("👩\u200d👧 ❤\ufe0f", []),
+])
+def test_words(text, want):
+    """Case-folded NFKC, marks kept; pairs of characters, with their marks, where a script has no spaces."""
+    assert core.words(text) == want
+
+
+@pytest.mark.parametrize("other,holding,question", [
+    ("The garden is closed.", "The of\u00adfice opens at nine.", "Oﬃce hours?"),
+    ("A bar in Paris", "A cafe\u0301 in Paris", "CAFÉ?"),
+    ("会議は木曜日に開かれた。", "図書館の予算は三千万円です。", "予算はいくらですか"),
+    ("面包在凌晨四点烘烤。", "岛上的灯塔建于一八七四年。", "灯塔是什么时候建的？"),
+    ("ประชุมจัดขึ้นวันพฤหัสบดี", "งบประมาณของห้องสมุด", "งบประมาณเท่าไร"),
+    ("សាលាបើកនៅម៉ោងប្រាំបួន", "បណ្ណាល័យបិទ", "បណ្ណាល័យនៅឯណា"),
+    ("आज बैठक में", "यह किताब है", "किताब?"),
+])
+def test_lexical_evidence_in_other_forms_and_scripts(other, holding, question):
+    scores = rank([other, holding, "!"], question, indifferent())
+    assert scores.argmax() == 1 and scores[1] > 1 / 61 + 1 / 62
+
+
 def test_corpus_without_words():
     assert rank(["!!!", "???"], "What is it?", indifferent()).tolist() == pytest.approx([1 / 61, 1 / 61])
 
@@ -162,6 +188,52 @@ def test_prefixes_of_nomic(monkeypatch, name, prefix):
     rank(["one", "two"], "which?", embedder)
     read = [embedder.prompts[prompt_name] + text for prompt_name, text in embedder.texts]
     assert read == [prefix.format("document") + "one", prefix.format("document") + "two", prefix.format("query") + "which?"]
+
+
+def test_long_passage_is_as_near_as_its_nearest_part():
+    class Embedder(StubEmbedder):
+        max_seq_length, prompts, tokenizer = 28, {"document": "search: "}, core.load_tokenizer("tiny")
+
+    cosines = {"First one. ": 0.1, "Second one. ": 0.9, "Third one.": 0.3, "Fourth one. ": 0.4, "Fifth one.": 0.35, "Short.": 0.5, "query": 1.0}
+    embedder = Embedder(lambda texts: [[cosines[text], np.sqrt(1 - cosines[text] ** 2)] for text in texts])
+    retriever = core.DocumentRetriever(["Short.", "First one. Second one. Third one.", "Fourth one. Fifth one."], embedder)
+    assert [text for _, text in embedder.texts] == list(cosines)[5:6] + list(cosines)[:5]
+    assert retriever.rank("query").tolist() == pytest.approx([1 / 62, 1 / 61, 1 / 63])
+
+
+def test_what_stands_behind_the_embedders_window_is_found(minilm):
+    """MiniLM reads 256 word pieces. The evaluations leave it at that; where nothing is longer, both rank alike."""
+    passages = ["A modem is a device.", "Our shop sells shoes and boots. " * 50 + PASSAGES[5], "Radio waves.", "Boxes of apples."]
+    question = "How do I restart my wifi?"
+    assert core.DocumentRetriever(passages, minilm).rank(question).argmax() == 1 != core.HybridRetriever(passages, minilm).rank(question).argmax()
+    both = [kind(PASSAGES, minilm).rank(question).tolist() for kind in (core.DocumentRetriever, core.HybridRetriever)]
+    assert both[0] == both[1]
+
+
+PORTUGUESE = [
+    "O farol da ilha foi construído em 1874 por uma engenheira, e a sua lâmpada queimava óleo de baleia.",
+    "A assembleia elegeu um novo presidente, que devia pagar a fatura da biblioteca.",
+    "Fazia calor na casa e todas as crianças brincavam no jardim até ao fim da tarde.",
+]
+RUSSIAN, JAPANESE, HINDI = "Кто построил маяк на острове?", "島の灯台は誰が建てたのですか", "द्वीप पर प्रकाशस्तंभ किसने बनाया था"
+
+
+@pytest.mark.parametrize("passages,questions,english,said", [
+    (PASSAGES, ["Who built it?", "Skarn?", "Who?", "Halloran, Ruth"], True, []),
+    (["for i, row in enumerate(rows):\n    total += row[0] * width[i]\n", "| 1874 | 0x3f | a3b9 |", "def __init__(self, args):"], ["1 2 3"], True, []),
+    (PASSAGES + PORTUGUESE[:2], ["Who built the lighthouse?"], True, []),
+    (PORTUGUESE, ["Quem construiu o farol da ilha?", RUSSIAN], True, ["3 of 3 passages"]),
+    (PASSAGES[:4] + PORTUGUESE, ["Who built the lighthouse?"], True, ["3 of 7 passages"]),
+    (PASSAGES, ["Who built it?", RUSSIAN, JAPANESE], True, ["the question"]),
+    (PASSAGES, [JAPANESE], True, ["the question"]), (PASSAGES, [HINDI], True, ["the question"]),
+    (PORTUGUESE, [RUSSIAN, JAPANESE], False, []),
+])
+def test_language_that_the_embedder_does_not_know_is_said_once(minilm, caplog, passages, questions, english, said):
+    retriever = core.DocumentRetriever(passages, minilm, english=english)
+    for question in questions:
+        assert len(retriever.rank(question)) == len(passages)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == len(said) and all(what in message and "--embedder" in message for what, message in zip(said, messages))
 
 
 def test_cross_encoder_is_a_third_ranking():
