@@ -18,7 +18,7 @@
 Reads   results/<task>/<model>/<arm>.jsonl, a case per line, as the eval scripts write them, and *.trace.jsonl, the KV bytes of
         traced cases. An *arm* is a file's stem (`L3`, `L3-chunk`) less the name of the haystack: `L3-prose` is arm L3 on the
         haystack "prose". No table pools models, hardware (its name, device, dtype, quant) or haystacks. A folder named
-        `ablation` or `peer` is passed over where it is found below another, and read whole where it is named.
+        `ablation`, `peer` or `questions` is passed over where it is found below another, and read whole where it is named.
 Prints  the tables in Markdown; the last line is a JSON object: rows, comparisons, what was left out, files written.
 Writes  --markdown: the tables, between two marker lines of FILE; with --block NAME between the two that bear NAME, so that one
         page can hold several. --plots: PNG and SVG. --json: every cell and comparison.
@@ -94,7 +94,7 @@ TASK_NAMES = {"niah": "NIAH", "squad": "SQuAD", "stress": "Stress"}  # in the th
 F1_TASKS = {"squad"}  # elsewhere the answer is one number, and F1 says nothing that EM does not
 NEEDLE_TASKS = {"niah", "stress"}
 RECORD_NAME = re.compile(r"L[1-7](-.+)?\.jsonl")
-ASIDE = {"ablation", "peer"}  # folders that answer questions of their own, and would crowd the main tables
+ASIDE = {"ablation", "peer", "questions"}  # folders that answer questions of their own, and would crowd the main tables
 OUT_OF_MEMORY = re.compile(r"out.?of.?memory|memoryerror|\boom\b", re.IGNORECASE)
 
 ONE_PER_FILE = ("task", "model", "config", "settings_hash")
@@ -214,7 +214,8 @@ ADDED = {  # fields that came later, or that only some tasks and configurations 
     "gold_share": "share?", "gold_kept": "flag?", "needle_kept": "flag?", "needle_fragments": "count?", "rope": "text?",
     "rope_factor": "number?", "kv_budget": "text?", "evict_at": "text?", "evicted_segments": "count?", "cuts": "count?",
     "evicted_entries": "count?", "scorer": "text?", "threshold": "number?", "keep": "share?", "pooled": "flag?",
-    "window": "count?", "prune_at": "text?", "kv_bytes_oracle": "count?", "shared_prefill": "flag?",
+    "window": "count?", "prune_at": "text?", "kv_bytes_oracle": "count?", "shared_prefill": "flag?", "question": "text?",
+    "n_seen": "count?", "n_read": "count?",
 }
 SCHEMA = CONTRACT | ADDED
 

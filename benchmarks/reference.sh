@@ -66,6 +66,9 @@ for length in 16384 32768; do
 done
 uv run eval_stress.py --config L3 --kv-budget 4096 --evict-at chunk
 
+# Many questions about one text: one reading against reading again
+uv run benchmarks/questions.py --plot
+
 # Speed
 uv run benchmarks/bench_kv.py --repeats 2
 
@@ -78,3 +81,4 @@ uv run bootstrap.py results/{niah,squad,stress}/smollm2/ablation results/niah/sm
     results/squad/smollm2/L2-squad_cognito.jsonl results/stress/smollm2/L2.jsonl \
     --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/README.md --block ablation --plots results/plots/ablation
+uv run bootstrap.py results/questions --compare L3-budget0.1 rag-budget0.1 --markdown results/README.md --block questions
