@@ -2937,7 +2937,7 @@ def break_up(text: str, starts: list[int], begin: int, end: int, size: int, leve
                 yield from break_up(text, starts, a, b, size, finer)
         return
     while tokens_between(starts, begin, end) > size:
-        first = token_at(starts, begin)
+        first = bisect_left(starts, begin)
         between = (starts[i] for i in range(first + size, first, -1) if starts[i] > begin and not in_number(text, starts[i]))
         begin = next(between, max(starts[first + size], begin + 1))  # begin + 1: a character of more than `size` tokens
         yield begin, TOKEN
@@ -2948,15 +2948,9 @@ def in_number(text: str, at: int) -> bool:
     return all(char.isdigit() or char in ".," for char in text[at - 1 : at + 1])
 
 
-def token_at(starts: list[int], at: int) -> int:
-    """The first token that reaches into the text from the character `at` on."""
-    i = bisect_left(starts, at)
-    return i if i < len(starts) and starts[i] == at else max(i - 1, 0)
-
-
 def tokens_between(starts: list[int], begin: int, end: int) -> int:
-    """Tokens that reach into text[begin:end]."""
-    return bisect_left(starts, end) - token_at(starts, begin)
+    """Tokens that start in text[begin:end], which are those that belong to it in a prompt."""
+    return bisect_left(starts, end) - bisect_left(starts, begin)
 
 
 class EarlyRetriever:

@@ -219,7 +219,9 @@ def test_markdown_knows_headings_and_tables():
     ("utf-8", "Café 今日"), ("utf-8-sig", "Café"), ("utf-16", "Café 今日"), ("utf-16-be", "\ufeffCafé"),
     ("cp1252", "café"), ("latin-1", "São Paulo"), ("cp1252", "Der Vertrag über die Prüfung – “ja”"), ("cp1250", "Příliš žluťoučký kůň úpěl ďábelské ódy"),
     ("cp1251", "Совещание началось в девять часов утра"), ("shift_jis", "会議は九時に始まりました。議長は田中さんです。"),
+    ("cp1251", "# coding: cp1251, привет"),
     ("big5", "會議九點開始，主席是王先生。"), ("euc_kr", "회의는 아홉 시에 시작되었습니다."), ("euc_jp", "<meta charset='euc_jp'> 会議は九時に"),
+    ("cp1253", "charset=no-such, Η συνάντηση άρχισε"),
 ])
 def test_encodings(encoding, text):
     write("a.txt", (text + "\r\nsecond\rthird\n").encode(encoding))
@@ -274,6 +276,7 @@ def test_paths_that_are_no_files(capsys, monkeypatch):
     write("notes.md/inside.md")
     os.symlink("nowhere", "dangling.txt")
     os.symlink("self.txt", "self.txt")
+    os.symlink("nowhere", "notes.md/lost.md")
     os.mkfifo("notes.md/pipe.txt")  # nobody writes to it: to read it would take forever
     write("locked.txt")
     readable = Path.read_bytes
@@ -287,7 +290,8 @@ def test_paths_that_are_no_files(capsys, monkeypatch):
     assert list(read("notes.md", "dangling.txt", "self.txt", "locked.txt", "missing.txt", "x" * 5000, "a*.txt")) == ["inside.md"]
     said = capsys.readouterr().err.splitlines()
     assert [line[:60] for line in said] == [
-        "skipped: a*.txt matches no document", "skipped: dangling.txt is a link to nothing", "skipped: self.txt is a link to nothing",
+        "skipped: a*.txt matches no document", "skipped: notes.md/lost.md is a link to nothing",
+        "skipped: dangling.txt is a link to nothing", "skipped: self.txt is a link to nothing",
         "skipped: locked.txt cannot be read (Permission denied)", "skipped: missing.txt does not exist, or is no file",
         "skipped: " + "x" * 51]
 
@@ -426,6 +430,7 @@ def test_passages_end_at_paragraphs_then_lines_then_sentences_then_words():
     words = pack(core.plain_lines("word " * 50), 22)
     assert words[:-1] == ["word " * 4] * 12
     assert pack(core.plain_lines("x" * 25 + "1234567" + "y" * 20), 30) == ["x" * 25, "1234567" + "y" * 20 + "\n"]
+    assert pack(core.plain_lines("of 1 234 567 " * 4), 20) == ["of 1 234 567 of ", "1 234 567 of ", "1 234 567 of ", "1 234 567\n"]
     assert pack(core.plain_lines("9" * 50), 30) == ["9" * 30, "9" * 20 + "\n"]
 
 
@@ -465,6 +470,8 @@ def test_a_header_is_repeated_only_where_it_fits():
         passages = pack(core.csv_lines(header + "".join(rows)), size)
         assert "".join(passages).replace(header, "") == "".join(rows)
         assert sum(header in passage for passage in passages) == headers and all(len(passage) <= size for passage in passages)
+    passages = pack(core.csv_lines("name, note\n" + "x" * 220 + "\nend, 3\n"), 60)  # the parts of a row are of the table, too
+    assert all(passage.startswith("name, note\n") and len(passage) <= 60 for passage in passages) and len(passages) == 6
     lines = core.markdown_lines("| a | b |\n|---|---|\n| 1 | 2 |\n\nText behind the table, of its own.\n\nMore.\n")
     assert [passage.count("| a |") for passage in pack(lines, 40)] == [1, 0, 0]
 
