@@ -2008,6 +2008,7 @@ class Conversation:
         self.chunk_size = None if self.config.stock else args.chunk_size
         self.window = lm.model.config.max_position_embeddings
         self.n_tokens = {name: len(tokenise(lm.tokenizer, text)[0]) for name, text in passages.items()}
+        self.n_head = ask_prompt(lm.tokenizer, {}, "?", self.config).spans[-2][0]  # what stands before the passages
         self.never_read = list(passages)
         self.cache: Cache | None = None
         self.policy = InTurn()
@@ -2027,7 +2028,7 @@ class Conversation:
         check_room("the model", self.window, n_asked, self.args.max_new_tokens, max(self.n_tokens.values()))
         looked_for = " ".join([*(asked for asked, _ in self.exchanges[-1:]), question])  # "And when?" says little by itself
         scores = dict(zip(self.passages, self.retriever.rank(looked_for).tolist()))
-        reading, came = self._prepare(question, n_asked + self.args.max_new_tokens, scores, trace)
+        reading, came = self._prepare(question, n_asked - self.n_head + self.args.max_new_tokens, scores, trace)
         result, received = self._answer(self._tokens(question), on_text, trace)
         result.n_read += reading.n_read + self.ahead.n_read
         result.ttft_s += reading.ttft_s
@@ -2099,7 +2100,7 @@ class Conversation:
         names, waits = list(self.passages), self.config.evict == "segments"
         waits = waits and (self.args.evict_at == "chunk" or self.config.prune)
         n_behind = (1 + self.args.history) * (QUESTION_TOKENS + self.args.max_new_tokens)
-        if self.config.stock or waits or len(self._fitting(names, self.window - n_behind)) < len(names):
+        if self.config.stock or waits or sum(self.n_tokens.values()) > self.window - n_behind:
             return self.ahead
         self._lay_out(names, "?", None, trace)
         self.ahead = self._bring_in(trace, InTurn(*(policy for policy in self.policy.policies if policy is not self.pager)))
@@ -2107,11 +2108,12 @@ class Conversation:
 
     def _read(self, question: str, n_behind: int, scores: dict[str, float], trace: Trace | None) -> Generation:
         """Start with an empty cache: read the passages that fit, and evict."""
-        room, ranked = self._room(n_behind), sorted(scores, key=scores.get, reverse=True)
-        room = min(room, self.window - QUESTION_TOKENS - self.args.max_new_tokens)
-        if len(self._fitting(ranked, room)) < len(ranked) and not self.config.stock:
-            room -= min(RESERVE, self.window // 4, room // 2)
-        self._lay_out(self._fitting(ranked, room) or ranked[:1], question, scores, trace)
+        ranked = sorted(scores, key=scores.get, reverse=True)
+        room = min(self._room(n_behind) - self.n_head, self.window - QUESTION_TOKENS - self.args.max_new_tokens)
+        if sum(self.n_tokens.values()) > room:
+            reserve = 0 if self.config.stock else min(RESERVE, self.window // 4, room // 2)
+            ranked = self._fitting(ranked, room - reserve) or ranked[:1]
+        self._lay_out(ranked, question, scores, trace)
         return self._bring_in(trace, self.policy)
 
     def _lay_out(self, names: list[str], question: str, scores: dict[str, float] | None, trace: Trace | None) -> None:
@@ -2220,7 +2222,7 @@ class Conversation:
             self.exchanges = self.exchanges[1:]
 
     def _room(self, n_behind: int) -> int:
-        """Positions for documents; exchanges count as if each had the size of this one, up to a quarter of the window."""
+        """Positions for all before the question; exchanges count as if each were of its size, up to a quarter of the window."""
         return self.window - n_behind - min(self.args.history * n_behind, self.window // 4)
 
     def _unread(self, names: list[str]) -> list[str]:

@@ -1,15 +1,13 @@
 """Several questions about documents that are read once: what returns, what is left out, and that the transcript is right."""
 
 import json
-import math
 import zlib
 
 import cognito_run as core
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 TOPICS = ("otters", "comets", "violins", "glaciers", "lanterns", "beehives", "harbours", "magnets", "orchids", "pistons", "quarries",
           "saffron")
@@ -293,7 +291,7 @@ def test_twenty_questions_about_documents_of_four_windows(start, monkeypatch):
     monkeypatch.setattr(core, "QUESTION_TOKENS", 130)
     assert sum(map(len, LIBRARY.values())) > 4 * 900
     conversation, witness = start(window=900, passages=LIBRARY, evict_at="chunk", chunk_size=64), Witness(monkeypatch)
-    lm, states_seen, went_back, cache = conversation.lm, set(), 0, None
+    states_seen, went_back, cache = set(), 0, None
     per_entry = 2 * 2 * (2 * 16 * 4 + 4)  # layers, KV heads, (keys and values of 16 numbers, a position), in bytes
     rng = np.random.default_rng(0)
     for i in range(20):
@@ -414,6 +412,17 @@ def test_a_long_question_makes_room_for_itself(start):
     ask(conversation, "What of otters?")
     facts = ask(conversation, "What of otters? " + "Tell me of otters. " * 60)
     assert facts["n_seen"] <= 3800 and 0 < len(conversation.spans) < 12 and "otters" in conversation.spans
+
+
+def test_documents_that_just_fit_are_read_whole_and_once(start, passages, capsys):
+    """To the last position of the window, with a question longer than the usual."""
+    questions, config = (f"What of {topic}? " + "Is there more to tell? " * 10 for topic in ("otters", "comets")), core.CONFIGS["L3"]
+    questions = [question.ljust(280, ".") for question in questions]
+    n_asked, = {len(core.ask_prompt(core.load_tokenizer("tiny"), {}, question, config).input_ids) for question in questions}
+    conversation = start(window=sum(map(len, passages.values())) + n_asked + N_NEW)
+    first, second = (ask(conversation, question) for question in questions)
+    assert "unread" not in states(first).values() and "never been read" not in capsys.readouterr().err
+    assert second["n_read"] == n_asked - conversation.n_head and second["n_seen"] == conversation.window - 1
 
 
 @pytest.mark.parametrize("config", core.CONFIGS)
@@ -585,12 +594,15 @@ def fit(n_tokens=10_000, questions=("Who?",), window=4096, **given):
     return core.fit_questions(core.Args(**given), runtime, config, core.load_tokenizer("tiny"), questions, n_tokens)
 
 
-def test_yarn_stretches_the_window_as_far_as_the_documents_need(capsys):
+def test_yarn_stretches_the_window_as_far_as_the_documents_need(start, capsys):
     for n_tokens, length, factor in ((10_000, 10_320, 10_320 / 4096), (50_000, 16_384, 4.0)):
         config = fit(n_tokens, rope="yarn")
         assert config.max_position_embeddings == length and config.rope_parameters["rope_type"] == "yarn"
         assert config.rope_parameters["factor"] == factor and config.rope_parameters["original_max_position_embeddings"] == 4096
         assert f"YaRN, factor {factor:g}" in capsys.readouterr().out
+    conversation = start(passages=LIBRARY, window=fit(sum(map(len, LIBRARY.values())), rope="yarn", max_new_tokens=N_NEW).max_position_embeddings)
+    assert "unread" not in states(ask(conversation, "What says note 2 on otters?")).values()
+    capsys.readouterr()
     for config in (fit(10_000), fit(3000, rope="yarn")):
         assert config.max_position_embeddings == 4096 and config.rope_parameters["rope_type"] == "default"
     assert not capsys.readouterr().out
