@@ -2024,14 +2024,16 @@ class Conversation:
 
     def ask(self, question: str, on_text: Callable[[str], None], trace: Trace | None) -> dict:
         """Answer a question and return what it took, JSON-ready; the cache then holds the documents alone again."""
+        begin = clock(self.lm.device)
         n_asked = len(ask_prompt(self.lm.tokenizer, {}, question, self.config).input_ids)
         check_room("the model", self.window, n_asked, self.args.max_new_tokens, max(self.n_tokens.values()))
         looked_for = " ".join([*(asked for asked, _ in self.exchanges[-1:]), question])  # "And when?" says little by itself
         scores = dict(zip(self.passages, self.retriever.rank(looked_for).tolist()))
         reading, came = self._prepare(question, n_asked - self.n_head + self.args.max_new_tokens, scores, trace)
-        result, received = self._answer(self._tokens(question), on_text, trace)
+        tokens, prepared_s = self._tokens(question), clock(self.lm.device) - begin
+        result, received = self._answer(tokens, on_text, trace)
         result.n_read += reading.n_read + self.ahead.n_read
-        result.ttft_s += reading.ttft_s
+        result.ttft_s += prepared_s
         result.kv_bytes_peak = max(result.kv_bytes_peak, reading.kv_bytes_peak, self.ahead.kv_bytes_peak)
         self.ahead = Generation()
         facts = self._facts(question, scores, result, came) | self._cite(scores, received)

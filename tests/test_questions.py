@@ -168,8 +168,8 @@ def test_rag_answers_from_the_best_passages_alone(lm, haystack):
             kept.append(text)
         content = core.INSTRUCTION + "".join(text for text in haystack.passages.values() if text in kept)
         content += core.QUESTION.format(question=needle.question)
-        tokens = core.tokenise(lm.tokenizer, core.render_chat(lm.tokenizer, [{"role": "user", "content": content}]))[0]
-        answer = []
+        rendered = core.render_chat(lm.tokenizer, [{"role": "user", "content": content}])
+        tokens, answer = lm.tokenizer(rendered, add_special_tokens=False)["input_ids"], []
         while len(answer) < 6 and not lm.eos_ids & set(answer):
             answer.append(int(lm.model(input_ids=torch.tensor([tokens + answer])).logits[0, -1].argmax()))
         reader = questions.Anew(args, lm, haystack.passages, retriever)
