@@ -1839,10 +1839,12 @@ DECLARED = re.compile(rb"(?:charset|coding)\s*[:=]\s*[\"']?([\w.-]+)")
 CONTROL = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 LATIN = ("cp1252", "cp1250", "cp1254")
 OTHER_SCRIPTS = ("cp932", "cp949", "gb18030", "big5", "euc_jp", "cp1251", "cp1253", "cp1255", "cp1256", "koi8_r")
+NUMBER = re.compile(r"(?!\s*(?:19|20)\d\d\s*$)[\W\d]*\d[\W\d]*")  # or a date, but no year
 OUTPUT_CHARS = 2000  # read of what a notebook's cell has printed
-HTML_BLOCKS = frozenset("""address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer
-    form h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol option p pre section summary table tbody td tfoot th thead title
-    tr ul""".split())
+HTML_BLOCKS = frozenset("""
+    [document] address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer form
+    h1 h2 h3 h4 h5 h6 header hr html legend li main nav ol option p pre section summary table tbody td tfoot th thead title tr ul
+    """.split())
 
 
 class Unreadable(Exception):
@@ -1873,11 +1875,10 @@ def decode(data: bytes) -> str:
 
         runs = re.findall(rb"[\x80-\xff]+", data)
         n_high, n_letters = sum(map(len, runs)), len(re.findall(rb"[A-Za-z]", data))
-        known = LATIN if n_high <= 2 * len(runs) and n_high < n_letters else OTHER_SCRIPTS
-        found = min(from_bytes(data, cp_isolation=list(known)), default="",
-                    key=lambda match: (match.chaos, -match.coherence, match.encoding != LATIN[0]))
-        text = str(found)
-    if not text or 20 * len(CONTROL.findall(text)) > len(text):  # one in 20 is no accident
+        known = LATIN if n_high <= 2 * len(runs) and 2 * n_high <= n_letters else (*OTHER_SCRIPTS, *LATIN)
+        text = str(min(from_bytes(data, cp_isolation=list(known)), default="\0",
+                       key=lambda match: (match.chaos, -match.coherence, match.encoding != LATIN[0])))
+    if 20 * len(CONTROL.findall(text)) > len(text):  # one in 20 is no accident
         raise Unreadable("is binary, or in an unknown encoding")
     return text
 
@@ -1911,7 +1912,7 @@ def markdown_lines(text: str, counted: bool = True) -> Iterator[Line]:
     for (number, line), (_, following) in itertools.pairwise([*numbered_lines(text), (0, "")]):
         underline = title and UNDERLINE.fullmatch(line.strip())
         rule = not fenced and not header and "|" in previous and "-" in line and not line.strip(" \t\n|:-")
-        title = "" if fenced or underline else heading(line, following, rank)
+        title = "" if fenced or underline else heading(line, "" if previous else following)
         fenced ^= FENCE.match(line) is not None
         if title:
             where, rank = f"§ {title}", SECTION if rank != GLUED else GLUED
@@ -1922,10 +1923,10 @@ def markdown_lines(text: str, counted: bool = True) -> Iterator[Line]:
         header, previous = ("", "") if ends else (previous + line if rule else header, line)
 
 
-def heading(line: str, following: str, rank: int) -> str:
-    """The heading in a line that begins with # signs, or that begins a paragraph and is underlined; "" in others."""
+def heading(line: str, following: str) -> str:
+    """The heading in a line that begins with # signs, or is underlined by the one that follows; "" in others."""
     marked = ATX_HEADING.match(line)
-    underlined = rank >= PARAGRAPH and "\n" not in line[:-1] and UNDERLINE.fullmatch(following.strip())
+    underlined = "\n" not in line[:-1] and UNDERLINE.fullmatch(following.strip())
     return shorten(marked[1].rstrip("# \t") if marked else line if underlined else "")
 
 
@@ -1934,7 +1935,7 @@ def shorten(title: str) -> str:
 
 
 def csv_lines(text: str) -> Iterator[Line]:
-    """Separated values, record by record; a first record without a number in it is the header."""
+    """Separated values, record by record; a first record without numbers (but years) is the header."""
     lines, n_read, header = re.findall(r"[^\n]*\n", clean(text)), 0, None
     csv.field_size_limit(1 + sum(map(len, lines)))
     reader = csv.reader(lines, delimiter=max(",;\t|", key=next(filter(str.strip, lines), "").count))
@@ -1943,7 +1944,7 @@ def csv_lines(text: str) -> Iterator[Line]:
         if record.strip():
             yield Line(record, f"l. {number}", LINE, header or "")
             if header is None:
-                header = "" if any(re.match(r"\W*\d", cell) for cell in row) else record
+                header = "" if any(NUMBER.fullmatch(cell) for cell in row) else record
 
 
 def json_lines(text: str) -> Iterator[Line]:
@@ -1981,14 +1982,15 @@ def told_by(where: str, rank: int, lines: list[Line]) -> Iterator[Line]:
 def pdf_lines(data: bytes) -> Iterator[Line]:
     """A PDF, page by page; of a page without text, a blank line."""
     from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of every oddity that it gets over
-    reader = PdfReader(io.BytesIO(data))
-    if reader.is_encrypted and not reader.decrypt(""):
-        raise Unreadable("is encrypted; save a copy without a password")
-    for number, page in enumerate(reader.pages, start=1):
-        where = f"p. {number}"
-        yield from told_by(where, PAGE, list(plain_lines(page.extract_text())) or [Line("", where)])
+    try:
+        texts = [page.extract_text() for page in PdfReader(io.BytesIO(data)).pages]
+    except (DependencyError, FileNotDecryptedError):  # a password, or AES, which takes one more package
+        raise Unreadable("is encrypted; save a copy without encryption") from None
+    for number, text in enumerate(texts, start=1):
+        yield from told_by(f"p. {number}", PAGE, list(plain_lines(text)) or [Line("", "")])
 
 
 def docx_lines(data: bytes) -> Iterator[Line]:
@@ -2015,49 +2017,53 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 def html_lines(text: str) -> Iterator[Line]:
     """A web page's headings, paragraphs, list items, tables and preformatted text, in order; no scripts and no styles."""
-    from bs4 import BeautifulSoup, NavigableString
+    from bs4 import BeautifulSoup
 
     with warnings.catch_warnings(action="ignore"):  # that it looks like XML, or like the name of a file
         soup = BeautifulSoup(text, "html.parser")
     for table in soup("table"):
         if not table.find("table"):  # one that holds others lays out the page
-            markdown = markdown_table(html_cells(table))
+            markdown = html_table(table)
             table.clear()
             table.append(markdown)
-    texts = []  # each with the block that it stands in
-    for node in soup.descendants:
-        if type(node) is NavigableString or node.name == "br":  # scripts, styles and comments are of other types
-            block = next(tag for tag in node.parents if tag.name in HTML_BLOCKS or tag is soup)
-            kept = node if block.name in ("pre", "table") else re.sub(r"\s+", " ", node.text)
-            texts.append((block, "\n" if node.name == "br" else kept))
-    blocks = []
-    for _, run in itertools.groupby(texts, key=lambda item: id(item[0])):
-        run = list(run)
-        blocks.append(html_block(run[0][0].name, "".join(text for _, text in run)))
-    return markdown_lines("".join(blocks), counted=False)
+    blocks = [(block.name, html_block(block.name, text)) for block, text in html_texts(soup) if text.strip()]
+    gaps = ("\n" if name == following == "li" else "\n\n" for (name, _), (following, _) in itertools.pairwise(blocks))
+    return markdown_lines("".join(itertools.chain(*zip((text for _, text in blocks), [*gaps, ""]))), counted=False)
 
 
-def html_cells(table) -> list[list[str]]:
-    """The texts of a table's cells, row by row; a cell that is not closed ends where the next one begins."""
-    rows = {}
+def html_texts(root) -> Iterator[tuple[object, str]]:
+    """The runs of text in a web page or a part of it, each with the block that it stands in."""
+    from bs4 import NavigableString
+
+    nodes = (node for node in root.descendants if type(node) is NavigableString or node.name == "br")  # no Script, no Comment
+    placed = ((next(tag for tag in node.parents if tag.name in HTML_BLOCKS), node) for node in nodes)
+    for _, run in itertools.groupby(placed, key=lambda item: id(item[0])):
+        blocks, nodes = zip(*run)
+        verbatim = blocks[0].name in ("pre", "table")
+        yield blocks[0], "".join("\n" if node.name == "br" else node if verbatim else re.sub(r"\s+", " ", node) for node in nodes)
+
+
+def html_table(table) -> str:
+    """A table in Markdown, its caption in front; a cell that is not closed ends where the next one begins."""
+    rows, beside = {}, []
     for cell in table(["td", "th"]):
         rows.setdefault(id(cell.find_parent("tr")), {})[id(cell)] = []
-    for text in table.strings:
-        cell = text.find_parent(["td", "th"])
-        rows.get(cell and id(cell.find_parent("tr")), {}).get(id(cell), []).append(text)
-    return [[" ".join(texts) for texts in cells.values()] for cells in rows.values()]
+    for block, text in html_texts(table):
+        cell = block if block.name in ("td", "th") else block.find_parent(["td", "th"])
+        row = {} if cell is None else rows.get(id(cell.find_parent("tr")), {})
+        row.get(id(cell), beside).append(text)
+    cells = [[" ".join(texts) for texts in row.values()] for row in rows.values()]
+    return "\n\n".join([*filter(str.strip, beside), markdown_table(cells)])
 
 
 def html_block(name: str, text: str) -> str:
     """The Markdown of one block of a web page."""
     if name == "pre":
-        return f"```\n{text.strip(chr(10))}\n```\n\n" if text.strip() else ""
+        return "```\n" + text.strip("\n") + "\n```"
     lines = [" ".join(line.split()) for line in text.strip().split("\n")]
-    if not any(lines):
-        return ""
-    if re.fullmatch("h[1-6]", name):
-        return f"{'#' * int(name[1])} {' '.join(lines)}\n\n"
-    return f"- {' '.join(lines)}\n" if name == "li" else "\n".join(lines) + "\n\n"
+    if name == "title" or re.fullmatch("h[1-6]", name):
+        return f"{'#' if name == 'title' else '#' * int(name[1])} {' '.join(lines)}"
+    return f"- {' '.join(lines)}" if name == "li" else "\n".join(lines)
 
 
 FROM_BYTES = {".pdf": pdf_lines, ".docx": docx_lines}
@@ -2109,43 +2115,37 @@ def walk(folder: Path, remarks: list[str]) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         remarks.append(f"{printable(error.filename)} cannot be read ({error.strerror})")
 
-    seen, others = {os.path.realpath(folder)}, Counter()
+    known, seen, others = FROM_TEXT.keys() | FROM_BYTES.keys(), {os.path.realpath(folder)}, Counter()
     for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
         inner = {name: os.path.realpath(Path(root, name)) for name in sorted(folders) if not is_passed_by(Path(root, name))}
         folders[:] = [name for name, real in inner.items() if not (real in seen or seen.add(real))]
         for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
-            if path.suffix.lower() not in FROM_TEXT | FROM_BYTES:
-                others[path.suffix.lower() or "none"] += 1
+            if path.suffix.lower() not in known:
+                others[path.suffix.lower() or "no suffix"] += 1
             elif os.path.isfile(path) or os.path.islink(path):  # else a pipe, which nobody may write to
                 yield path
     if others:
         kinds = ", ".join(kind for kind, _ in others.most_common(5))
-        remarks.append(f"{printable(folder)} has {others.total()} files of other kinds (suffix {kinds})")
+        remarks.append(f"files of other kinds in {printable(folder)}: {others.total()} ({kinds})")
 
 
-def matches(pattern: Path, remarks: list[str]) -> list[Path]:
+def matches(pattern: Path) -> list[Path]:
     """What a pattern matches outside the folders that a search passes by."""
-    parts = pattern.parts
-    first = next(i for i, part in enumerate(parts) if MAGIC.search(part))
-    base = Path(*parts[:first])
-    try:
-        found = sorted(base.glob("/".join(parts[first:])))
-    except (OSError, ValueError) as error:
-        remarks.append(f"{printable(pattern)} is no pattern ({error})")
-        return []
+    plain = list(itertools.takewhile(lambda part: not MAGIC.search(part), pattern.parts))
+    base, found = Path(*plain), []
+    with contextlib.suppress(OSError, ValueError):  # no pattern: it matches nothing
+        found = sorted(base.glob("/".join(pattern.parts[len(plain) :])))
     return [path for path in found
             if not any(is_passed_by(part) for part in (path, *path.parents) if part != base and part.is_relative_to(base))]
 
 
-def find_documents(named: Path, remarks: list[str]) -> Iterator[Path]:
+def find_documents(named: Path, remarks: list[str]) -> list[Path]:
     """The documents that one --docs names: a file, those in a folder, or those that a pattern matches."""
-    found = matches(named, remarks) if MAGIC.search(str(named)) and not os.path.lexists(named) else [named]
-    documents = [walk(path, remarks) if os.path.isdir(path) else [path] for path in found]
-    first, *others = [*itertools.chain(*documents)] or [None]
-    if first is None:
+    found = matches(named) if MAGIC.search(str(named)) and not os.path.lexists(named) else [named]
+    documents = [*itertools.chain(*(walk(path, remarks) if os.path.isdir(path) else [path] for path in found))]
+    if not documents:
         remarks.append(f"{printable(named)} {'holds' if found else 'matches'} no document")
-    else:
-        yield from (first, *others)
+    return documents
 
 
 def printable(path: Path | str) -> str:
@@ -2277,15 +2277,18 @@ def cut_documents(args: Args, documents: dict[str, list[Line]], tokenizer,
 def pack_lines(lines: list[Line], starts: list[int], tokenizer, size: int) -> Iterator[tuple[Line, str]]:
     """Passages of at most `size` tokens, each with the line that it begins in.
 
-    starts: the character at which each token of the document starts. A passage that is at least half full ends where the
-    next one begins best: at a page, a heading, a paragraph, a line, in this order, the last of its kind that fits. If it begins
-    among the rows of a table, the header is repeated in front of it, unless that takes more than half of the passage.
+    starts: the character at which each token of the document starts. A passage ends, once it is half full, where the next one
+    begins best: at a page, a heading, a paragraph, a line, in this order, the last of its kind that fits. If it begins among
+    the rows of a table, the header is repeated in front of it, unless that takes more than half of the passage.
     """
     text = "".join(line.text for line in lines)
     cost = {header: len(tokenise(tokenizer, header)[0]) for header in {"", *(line.header for line in lines)}}
     lines = [line if 2 * cost[line.header] <= size else line._replace(header="") for line in lines]
     begins, ranks, owners = zip(*pieces_of(lines, text, starts, cost, size))
-    edges, ranks, first = (*begins, len(text)), (*ranks, PARAGRAPH), 0
+    edges, ranks, first = [*begins, len(text)], [*ranks, PARAGRAPH], 0
+    for a, b in itertools.pairwise([0, *(i for i, rank in enumerate(ranks) if i and rank >= PARAGRAPH)]):
+        if tokens_between(starts, edges[a], edges[b]) <= size:  # a paragraph that a passage can hold is not cut
+            ranks[a + 1 : b] = [GLUED] * (b - a - 1)
     while first < len(begins):
         header = owners[first].header
         if cost[header] + tokens_between(starts, edges[first], edges[first + 1]) > size:
@@ -2294,8 +2297,8 @@ def pack_lines(lines: list[Line], starts: list[int], tokenizer, size: int) -> It
         while last < len(begins) and ranks[last] != PAGE and tokens_between(starts, edges[first], edges[last + 1]) <= room:
             last += 1
         ends = range(first + 1, last + 1)
-        half_full = [end for end in ends if 2 * tokens_between(starts, edges[first], edges[end]) >= room]
-        end = max(half_full or ([last] if last == len(begins) else ends), key=lambda end: (ranks[end], end))
+        half_full = {end for end in ends if end == len(begins) or 2 * tokens_between(starts, edges[first], edges[end]) >= room}
+        end = max(ends, key=lambda end: (ranks[end] > GLUED, end in half_full, ranks[end], end))
         yield owners[first], header + text[edges[first] : edges[end]]
         first = end
 
@@ -2326,7 +2329,7 @@ def break_up(text: str, starts: list[int], begin: int, end: int, size: int, leve
                 yield from break_up(text, starts, a, b, size, finer)
         return
     while tokens_between(starts, begin, end) > size:
-        first = token_at(starts, begin)
+        first = bisect_left(starts, begin)
         between = (starts[i] for i in range(first + size, first, -1) if starts[i] > begin and not in_number(text, starts[i]))
         begin = next(between, max(starts[first + size], begin + 1))  # begin + 1: a character of more than `size` tokens
         yield begin, TOKEN
@@ -2337,15 +2340,9 @@ def in_number(text: str, at: int) -> bool:
     return all(char.isdigit() or char in ".," for char in text[at - 1 : at + 1])
 
 
-def token_at(starts: list[int], at: int) -> int:
-    """The first token that reaches into the text from the character `at` on."""
-    i = bisect_left(starts, at)
-    return i if i < len(starts) and starts[i] == at else max(i - 1, 0)
-
-
 def tokens_between(starts: list[int], begin: int, end: int) -> int:
-    """Tokens that reach into text[begin:end]."""
-    return bisect_left(starts, end) - token_at(starts, begin)
+    """Tokens that start in text[begin:end], which are those that belong to it in a prompt."""
+    return bisect_left(starts, end) - bisect_left(starts, begin)
 
 
 def main(args: Args) -> int:

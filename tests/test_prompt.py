@@ -163,14 +163,14 @@ def test_cut_makes_no_empty_passage(smollm2_tokenizer, text, want):
 def test_document_without_text_is_refused(tmp_path, content, reason):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(core.Refusal, match=reason) as refusal:
+    with pytest.raises(niah.Refusal, match=reason) as refusal:
         niah.read_text(path)
     assert str(path) in str(refusal.value)
 
 
 def test_document_that_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "missing.txt", tmp_path):
-        with pytest.raises(core.Refusal, match="cannot be read"):
+        with pytest.raises(niah.Refusal, match="cannot be read"):
             niah.read_text(path)
 
 
