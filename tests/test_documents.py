@@ -521,9 +521,9 @@ def test_a_run_over_documents_of_many_kinds(monkeypatch, capsys):
         write(f"papers/{name}", content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Typed text.")))
     args = core.Args(model="tiny", device="cpu", dtype="float32", quant="none", reranker="none", max_new_tokens=2, ask=("Who chaired?",),
-                     docs=(Path("papers"), Path("-"), Path("papers/**/*.md"), Path("missing.md")), json=Path("-"))
+                     docs=(Path("papers"), Path("-"), Path("papers/**/*.md"), Path("missing.md")))
     assert core.run_main(core.main, args) == 0
     out, err = capsys.readouterr()
-    names = {row["passage"].rpartition(" #")[0] for row in json.loads(out.splitlines()[-1])["turns"][0]["passages"]}
+    names = {row["passage"].rpartition(" #")[0] for row in json.loads(Path("said.json").read_text())["turns"][0]["passages"]}
     assert {"a.html § Club", "b.docx", "c.pdf p. 1", "c.pdf p. 2", "d.csv l. 1", "e.txt l. 1", "h.md § Minutes", "i.json", "stdin l. 1"} <= names
     assert "8 documents" in out and "skipped: papers/f.txt is empty\n" in err and "skipped: missing.md does not exist, or is no file\n" in err
