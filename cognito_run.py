@@ -2354,11 +2354,7 @@ def decode(data: bytes) -> str:
         known = LATIN if n_high <= 2 * len(runs) and 2 * n_high <= n_letters else (*OTHER_SCRIPTS, *LATIN)
         text = str(min(from_bytes(data, cp_isolation=list(known)), default="\0",
                        key=lambda match: (match.chaos, -match.coherence, match.encoding != LATIN[0])))
-<<<<<<< HEAD
     if 20 * len(BINARY.findall(text)) > len(text):  # one in 20 is no accident
-=======
-    if 20 * len(CONTROL.findall(text)) > len(text):  # one in 20 is no accident
->>>>>>> wA
         raise Unreadable("is binary, or in an unknown encoding")
     return text
 
@@ -2626,13 +2622,6 @@ def find_documents(named: Path, remarks: list[str]) -> list[Path]:
     if not documents:
         remarks.append(f"{printable(named)} {'holds' if found else 'matches'} no document")
     return documents
-<<<<<<< HEAD
-=======
-
-
-def printable(path: Path | str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(path))
->>>>>>> wA
 
 
 def labels(paths: Iterable[Path]) -> list[str]:
@@ -2966,7 +2955,6 @@ def in_number(text: str, at: int) -> bool:
 def tokens_between(starts: list[int], begin: int, end: int) -> int:
     """Tokens that start in text[begin:end], which are those that belong to it in a prompt."""
     return bisect_left(starts, end) - bisect_left(starts, begin)
-<<<<<<< HEAD
 
 
 class EarlyRetriever:
@@ -3139,8 +3127,6 @@ def json_to(path: Path | None) -> Iterator[dict]:
         elif path is not None and said:
             check_writable(path, "--json")  # much may have happened since
             path.write_text(json.dumps(said) + "\n")
-=======
->>>>>>> wA
 
 
 def main(args: Args) -> int:

@@ -521,7 +521,7 @@ def test_a_run_over_documents_of_many_kinds(monkeypatch, capsys):
         write(f"papers/{name}", content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Typed text.")))
     args = core.Args(model="tiny", device="cpu", dtype="float32", quant="none", reranker="none", max_new_tokens=2, ask=("Who chaired?",),
-                     docs=(Path("papers"), Path("-"), Path("papers/**/*.md"), Path("missing.md")))
+                     docs=(Path("papers"), Path("-"), Path("papers/**/*.md"), Path("missing.md")), json=Path("said.json"))
     assert core.run_main(core.main, args) == 0
     out, err = capsys.readouterr()
     names = {row["passage"].rpartition(" #")[0] for row in json.loads(Path("said.json").read_text())["turns"][0]["passages"]}
