@@ -1258,25 +1258,23 @@ class HybridRetriever:
     Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
     With a `window` a longer passage is embedded in parts of at most so many tokens of the embedder's, and is as near to a
-    question as its nearest part. The evaluations give none: the embedder cuts their long paragraphs off.
+    question as its nearest part. Without one the embedder cuts it off.
     """
 
     def __init__(self, passages: list[str], embedder, reranker=None, window: int | None = None):
         from rank_bm25 import BM25Okapi
 
-        self.embedder, self.reranker = embedder, reranker
-        self.passages = [normalised(passage) for passage in passages]
-        self.terms = [words(passage) for passage in self.passages]
+        self.passages, self.embedder, self.reranker = passages, embedder, reranker
+        self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        parts = [[passage] for passage in self.passages]
+        parts = [[passage] for passage in passages]
         if window is not None:
-            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in passages]
         self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
         self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
-        question = normalised(question)
         everywhere = np.ones(len(self.passages), dtype=bool)
         dense = np.maximum.reduceat(self.vectors @ self._embed([question], "query")[0], self.firsts)
         rankings = [(dense, everywhere), self._lexical(question)]
@@ -1923,7 +1921,9 @@ class ReadingBar(Policy):
 
 
 class DocumentRetriever(HybridRetriever):
-    """A retriever for documents of any kind: it embeds long passages whole, and says once where the embedder knows no word.
+    """A retriever for documents of any kind: it says once where the embedder does not know the language.
+
+    It embeds normalised texts, and long passages in parts. The evaluations do neither, since their rows were measured so.
 
     An English embedder is taken not to know the language of three words or more if its vocabulary holds fewer than 60 % of
     them. Measured with MiniLM: English prose 92 %, Python code 83 %, Portuguese 38 to 47 %; some sentences of German, French,
@@ -1934,7 +1934,7 @@ class DocumentRetriever(HybridRetriever):
         window = embedder.max_seq_length  # None: as much as there is
         if window is not None:
             window -= len(embedder.tokenizer(embedder.prompts["document"])["input_ids"])  # its prefix and its control tokens
-        super().__init__(passages, embedder, reranker, window)
+        super().__init__([normalised(passage) for passage in passages], embedder, reranker, window)
         self.vocabulary = embedder.tokenizer.get_vocab() if english else None  # None: once said, or never to be said
         unknown = sum(map(self._is_unknown, self.terms))
         if unknown > len(passages) / 4:
@@ -1943,7 +1943,7 @@ class DocumentRetriever(HybridRetriever):
     def rank(self, question: str) -> np.ndarray:
         if self._is_unknown(words(question)):
             self._warn("the question")
-        return super().rank(question)
+        return super().rank(normalised(question))
 
     def _is_unknown(self, terms: list[str]) -> bool:
         """Whether the embedder does not know the language of these words; without accents, as it reads them."""

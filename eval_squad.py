@@ -1182,25 +1182,23 @@ class HybridRetriever:
     Every passage needs a rank, so the dense search is exact: an approximate index (HNSW) loses some among near-equals.
     The cross-encoder enters as a third ranking rather than a re-sort, so that scores stay comparable across turns.
     With a `window` a longer passage is embedded in parts of at most so many tokens of the embedder's, and is as near to a
-    question as its nearest part. The evaluations give none: the embedder cuts their long paragraphs off.
+    question as its nearest part. Without one the embedder cuts it off.
     """
 
     def __init__(self, passages: list[str], embedder, reranker=None, window: int | None = None):
         from rank_bm25 import BM25Okapi
 
-        self.embedder, self.reranker = embedder, reranker
-        self.passages = [normalised(passage) for passage in passages]
-        self.terms = [words(passage) for passage in self.passages]
+        self.passages, self.embedder, self.reranker = passages, embedder, reranker
+        self.terms = [words(passage) for passage in passages]
         self.bm25 = BM25Okapi(self.terms) if any(self.terms) else None
-        parts = [[passage] for passage in self.passages]
+        parts = [[passage] for passage in passages]
         if window is not None:
-            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in self.passages]
+            parts = [cut_passages(passage, embedder.tokenizer, window) or [passage] for passage in passages]
         self.vectors = self._embed(list(itertools.chain(*parts)), "document")  # (all parts, D), of unit length
         self.firsts = np.cumsum([0, *map(len, parts[:-1])])  # where each passage's parts begin
 
     def rank(self, question: str) -> np.ndarray:
         """RRF score of every passage for a question, (n,); higher = better."""
-        question = normalised(question)
         everywhere = np.ones(len(self.passages), dtype=bool)
         dense = np.maximum.reduceat(self.vectors @ self._embed([question], "query")[0], self.firsts)
         rankings = [(dense, everywhere), self._lexical(question)]
