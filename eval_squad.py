@@ -826,9 +826,10 @@ class KVBuffer:
         a, b = torch.searchsorted(self.positions[0, : self.length].contiguous(), bounds).tolist()
         return [tensor[:, a:b].to("cpu", copy=True) for tensor in self.tensors()]
 
-    def insert(self, page: list[torch.Tensor]) -> None:
-        """Put a page back, in order of position."""
-        self._hold([torch.cat([t[:, : self.length], p.to(t.device)], dim=1) for t, p in zip(self.tensors(), page)])
+    def insert(self, pages: list[list[torch.Tensor]]) -> None:
+        """Put pages back, in order of position."""
+        self._hold([torch.cat([t[:, : self.length], *(part.to(t.device) for part in parts)], dim=1)
+                    for t, *parts in zip(self.tensors(), *pages)])
         self.length = self.keys.shape[1]
         self.keep(self.positions.argsort(dim=1, stable=True))
 
@@ -948,10 +949,10 @@ class PagedCache(Cache):
         return {f"{i}.{name}": tensor for i, buffer in enumerate(self.buffers())
                 for name, tensor in zip(PAGED, buffer.page(start, stop))}
 
-    def page_in(self, page: dict[str, torch.Tensor]) -> None:
-        """Put a page's entries back where they were; the cache is then bit for bit as if they had never left."""
+    def page_in(self, *pages: dict[str, torch.Tensor]) -> None:
+        """Put the entries of pages back where they were; the cache is then bit for bit as if they had never left."""
         for i, buffer in enumerate(self.buffers()):
-            buffer.insert([page[f"{i}.{name}"] for name in PAGED if f"{i}.{name}" in page])
+            buffer.insert([[page[f"{i}.{name}"] for name in PAGED if f"{i}.{name}" in page] for page in pages])
 
     def compact(self) -> None:
         """Free what pruning has left unused."""
@@ -1458,11 +1459,14 @@ class RAGAwarePager(Evictor):
             cache.evict(list(leaving.values()))
         for name, span in leaving.items():
             self._say("evict", name, span, cache)
+        coming = []
         for name in sorted(wanted & self.out.keys()):
             del self.paged[name]
-            for span in self.out.pop(name):
-                cache.page_in(self.store.take(f"{name}@{span[0]}"))
-                self._say("page_in", name, span, cache)
+            coming += [(name, span) for span in self.out.pop(name)]
+        if coming:  # all at once: each time the whole cache is moved
+            cache.page_in(*(self.store.take(f"{name}@{span[0]}") for name, span in coming))
+        for name, span in coming:
+            self._say("page_in", name, span, cache)
 
     def facts(self) -> dict:
         return {"evict_at": "chunk" if self.in_flight else "pre-decode", "evicted_segments": self.n_evicted}
