@@ -209,10 +209,11 @@ def test_good_run_as_a_process(tmp_path):
     said = json.loads((tmp_path / "out.json").read_text())
     assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact \u4e03?"] and said["config"] == "L3"
     assert 0.5 < said["turns"][0]["compression_ratio"] < 0.7 and "{" not in done.stdout
-    assert "> And fact \\u4e03?\n" in done.stdout and re.search(r"^papers/\\u65e5\\nb.md #\d .* evicted", done.stdout, re.MULTILINE)
+    assert "> And fact \\u4e03?\n" in done.stdout and re.search(r"^\\u65e5\\nb.md.* #\d+ .* evicted", done.stdout, re.MULTILINE)
     events = [json.loads(line) for line in (tmp_path / "run.trace.jsonl").read_text().splitlines()]
     out = {row["passage"] for row in said["turns"][0]["passages"] if row["state"] == "evicted"}
-    first_turn = events[: next(i for i, event in enumerate(events) if event["event"] == "decode")]
+    ends = [i for i, event in enumerate(events) if event["event"] == "decode"]  # of the reading, then of every token
+    first_turn = events[: ends[1]]
     assert {event["segment"] for event in first_turn if event["event"] == "evict"} == out
     assert all(event["score"] > 0 and event["lag"] >= 0 for event in events if event["event"] == "evict")
 

@@ -252,15 +252,15 @@ def test_longrope_uses_one_table(tmp_path, ids):
     assert (last_logits(load(folder, 64), ids, 16) - want).abs().max() > 0.1  # both tables in one cache
 
 
-def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch, capsys):
+def test_longrope_conversation_stays_on_one_table(tmp_path, monkeypatch):
     """The first turn ends inside the original window and the last, a long question, outside it: the first must foresee that."""
     Path(tmp_path, "notes.txt").write_text("The meeting was chaired by Ada. ")
     folder, models, real = save_model(tmp_path / "phi3", phi3(original_window=300)), [], core.load_model
     monkeypatch.setattr(core, "load_model", lambda *args: models.append(real(*args)) or models[-1])
     args = core.Args(docs=(tmp_path / "notes.txt",), ask=("Who?", "When? " * 30), config="L2", model=folder, device="cpu",
-                     dtype="float32", reranker="none", max_new_tokens=2)
+                     dtype="float32", reranker="none", max_new_tokens=2, json=tmp_path / "said.json")
     assert core.main(args) == 0
-    seen = [turn["n_seen"] for turn in json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]]
+    seen = [turn["n_seen"] for turn in json.loads((tmp_path / "said.json").read_text())["turns"]]
     assert seen[0] < 300 < seen[-1]
     rope = models[0].model.config.rope_parameters
     assert rope["short_factor"] == rope["long_factor"]
