@@ -111,7 +111,8 @@ AWAY = {"evicted", "unread"}  # states of a passage that an answer could not see
 
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
                "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
-DEMO_QUESTION = "Which PEP describes access to names in outer scopes?"
+DEMO_QUESTIONS = ("What letter does an imaginary literal end with?", "What kind of number does an imaginary literal yield?",
+                  "What are lambda expressions used for?")
 
 
 # >>> core:args (canonical: cognito_run.py)
@@ -2751,7 +2752,7 @@ def check_questions(args: Args) -> tuple[str, ...]:
         raise Refusal("--ask got an empty question; ask something")
     if Path("-") in args.docs and not args.ask:
         raise Refusal('--docs - reads the documents from stdin, so that no question can come from there; pass --ask "..."')
-    return args.ask or (() if args.docs else (DEMO_QUESTION,))
+    return args.ask or (() if args.docs else DEMO_QUESTIONS)
 
 
 def typed_lines() -> Iterator[str]:
@@ -3013,7 +3014,9 @@ class Session:
         held.enter_context(attention(lm.model, CONFIGS[args.config].stock))
         self.close = weakref.finalize(self, held.close)
         retriever.prepare()
-        self.conversation.read_ahead(self.trace)
+        ahead = self.conversation.read_ahead(self.trace)
+        if ahead.n_read:
+            print(f"read in {ahead.ttft_s:.1f} s", flush=True)
 
     def __enter__(self) -> "Session":
         return self
