@@ -98,6 +98,7 @@ QUESTION_TOKENS = 256  # room that documents leave in the window for a question
 RESERVE = 4000  # and for passages that are read in later: four questions' best, but no more than a quarter of the window
 YARN_FACTOR = 4  # --rope yarn stretches the window up to so many times
 N_CITED = 3  # passages that an answer names, at most
+N_WATCHED = 8  # tokens of an answer whose attention decides them: to watch one takes a sixth of its time
 KNOWN_WORDS = 0.6  # share of a text's words that an English embedder's vocabulary holds, or the text is in another language
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 
@@ -1965,15 +1966,15 @@ class DocumentRetriever(HybridRetriever):
 
 @contextlib.contextmanager
 def attention_received(cache: Cache, n_prompt: int, n_positions: int) -> Iterator[dict[torch.device, torch.Tensor]]:
-    """Within it, add up the attention that each position receives while an answer is made, (n_positions,) by device.
+    """Within it, add up the attention that each position receives as an answer begins, (n_positions,) by device.
 
-    Counted are the softmax weights of the last query of every forward from the prompt's last token on, over all layers and
-    heads. A layer that gives no log-sum-exp (soft-capping, a sliding window that cuts) is passed over, and so is a stock cache.
+    Counted are the softmax weights of the last query of every forward from the prompt's last token to the answer's eighth, over
+    all layers and heads. A layer that gives no log-sum-exp (soft-capping, a sliding window that cuts) is passed over, and so is a stock cache.
     """
     received, layers = {}, cache.layers if isinstance(cache, PagedCache) else []
 
     def take(layer: PagedLayer, query: torch.Tensor, lse: torch.Tensor | None, scaling: float) -> None:
-        if lse is None or layer.seen < n_prompt:
+        if lse is None or not n_prompt <= layer.seen <= n_prompt + N_WATCHED:
             return
         if query.device not in received:
             received[query.device] = torch.zeros(n_positions, device=query.device)
@@ -2271,7 +2272,7 @@ class Conversation:
         """The passages that retriever and model both support, three at most.
 
         Among the question's five best by score that are in the cache, those are cited that are also among the five to which the
-        model paid most attention while it answered (`attention_received`), most attention first. Where attention cannot be
+        model paid most attention as it began to answer (`attention_received`), most attention first. Where attention cannot be
         told (the stock cache of L1, soft-capping, a sliding window that cuts in every layer), the best by score are cited.
         """
         here = {name: span for name, span in self.spans.items() if self.pager is None or name not in self.pager.out}
