@@ -1969,7 +1969,8 @@ def attention_received(cache: Cache, n_prompt: int, n_positions: int) -> Iterato
     """Within it, add up the attention that each position receives as an answer begins, (n_positions,) by device.
 
     Counted are the softmax weights of the last query of every forward from the prompt's last token to the answer's eighth, over
-    all layers and heads. A layer that gives no log-sum-exp (soft-capping, a sliding window that cuts) is passed over, and so is a stock cache.
+    all layers and heads. A layer that gives no log-sum-exp (soft-capping, a sliding window that cuts) is passed over, and so is
+    a stock cache.
     """
     received, layers = {}, cache.layers if isinstance(cache, PagedCache) else []
 
