@@ -48,7 +48,7 @@ that what is evicted is that passage and not a neighbour's token.
 
 Without --ask there is a prompt (`/help` lists its commands), or questions are piped in, one a line. Prints the streamed
 answers, the passages that support them, and what they cost; --json FILE or - writes all of it as one JSON object. Writes
---json, --trace and --page-dir, and the prompt's history in the user's state folder.
+--json, --trace and --page-dir, the prompt's history in the user's state folder, and the unpacked model in the cache folder.
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
 key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,

@@ -206,6 +206,7 @@ def test_good_run_as_a_process(tmp_path):
                "--ask", "And fact \u4e03?", "--max-new-tokens", "4", "--trace", "run.trace.jsonl", "--json", "out.json", cwd=tmp_path,
                HOME="/dev/null", PYTHONIOENCODING="cp1252")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert set(re.findall(r"(\w[\w ]*):? +\d+%\|", done.stderr)) == {"reading"}  # no progress bar but ours
     said = json.loads((tmp_path / "out.json").read_text())
     assert [turn["question"] for turn in said["turns"]] == ["What is fact 7?", "And fact \u4e03?"] and said["config"] == "L3"
     assert 0.5 < said["turns"][0]["compression_ratio"] < 0.7 and "{" not in done.stdout
