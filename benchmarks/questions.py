@@ -201,8 +201,8 @@ def make_haystack(args: Args, tokenizer, sentences: list[str], length: int) -> H
     return Haystack(length, text, needles, cut(text, tokenizer))
 
 
-class TimedRetriever(core.HybridRetriever):
-    """A retriever that knows how long it took to rank."""
+class TimedRetriever(core.DocumentRetriever):
+    """The retriever of cognito_run.py, which here knows how long it took to rank."""
 
     seconds = 0.0
 

@@ -13,7 +13,7 @@ import eval_niah as niah
 import pytest
 import torch
 from conftest import ROOT
-from test_conversation import BagOfWords
+from test_session import BagOfWords
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
