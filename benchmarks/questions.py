@@ -318,7 +318,8 @@ def ask_all(args: Args, name: str, lm: core.LM, haystack: Haystack, retriever: T
     arm = ARMS[name]
     reader = make_reader(args, arm, lm, haystack, retriever)
     with core.attention(lm.model, reader.config.stock):
-        for needle in tqdm(left(arm, file, haystack.needles), desc=f"{name} {haystack.length}", unit="question"):
+        todo = left(arm, file, haystack.needles)
+        for needle in tqdm(todo, desc=f"{name} {haystack.length}", unit="question", disable=not todo):
             row = facts | {
                 "task": TASK, "config": name.partition("-")[0], "case_id": needle.case_id, "seed": args.seed,
                 "haystack": HAYSTACK, "context_length": haystack.length, "depth_percent": needle.depth_percent,
@@ -374,10 +375,12 @@ def draw(cells: dict[str, dict], title: str):
         low, high = n * np.array([bootstrap.wilson(cell["right"], cell["n"]) for cell in own]).T
         axis.errorbar(x, y, yerr=np.maximum([y - low, high - y], 0), elinewidth=0.8, capsize=2, label=kind,
                       **bootstrap.arm_style(kind, kinds))
+        at, align = ((-5, -10), "right") if kind == "L3" else ((5, 4), "left")  # L2 stands close beside it
         for cell in own:
-            axis.annotate(f"{cell['kv_bytes_decode'] / 2**20:.0f} MiB", (cell["ttft_s"], cell["right"]), (5, 4),
+            axis.annotate(f"{cell['kv_bytes_decode'] / 2**20:.0f} MiB", (cell["ttft_s"], cell["right"]), at, ha=align,
                           textcoords="offset points", fontsize=8)
     axis.set_xscale("log")
+    axis.margins(x=0.12)
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter("")
