@@ -98,7 +98,7 @@ QUESTION_TOKENS = 256  # room that documents leave in the window for a question
 RESERVE = 4000  # and for passages that are read in later: four questions' best, but no more than a quarter of the window
 YARN_FACTOR = 4  # --rope yarn stretches the window up to so many times
 N_CITED = 3  # passages that an answer names, at most
-N_WATCHED = 8  # tokens of an answer whose attention decides them: to watch one takes a sixth of its time
+N_WATCHED = 8  # tokens of an answer whose attention decides which: to watch one takes a sixth of its time
 KNOWN_WORDS = 0.6  # share of a text's words that an English embedder's vocabulary holds, or the text is in another language
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 

@@ -36,7 +36,7 @@ cognito_run.py cuts documents, and all arms have the same passages and the same 
 
     L2            the full cache, rewound after every answer
     L3-budget*    the best passages by the pager, within a share of the text; the others wait as pages on the host
-    history       L2 as a growing chat: every exchange stays before the next question
+    history       L2 with all earlier exchanges before the question; they are read again each time
 
 The stock cache, in one shot and empty at every question, reads again:
 
