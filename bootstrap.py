@@ -212,8 +212,8 @@ CONTRACT = {  # the fields that every row has; they are never renamed
 ADDED = {  # fields that came later, or that only some tasks and configurations have
     "hardware": "text?", "text": "text?", "think_truncated": "flag?", "retriever": "text?", "retrieval_s": "number?",
     "gold_share": "share?", "gold_kept": "flag?", "needle_kept": "flag?", "needle_fragments": "count?", "rope": "text?",
-    "rope_factor": "number?", "kv_budget": "text?", "evict_at": "text?", "evicted_segments": "count?", "cuts": "count?",
-    "evicted_entries": "count?", "scorer": "text?", "threshold": "number?", "keep": "share?", "pooled": "flag?",
+    "rope_factor": "number?", "kv_budget": "text?", "evict_at": "text?", "positions": "text?", "evicted_segments": "count?",
+    "cuts": "count?", "evicted_entries": "count?", "scorer": "text?", "threshold": "number?", "keep": "share?", "pooled": "flag?",
     "window": "count?", "prune_at": "text?", "kv_bytes_oracle": "count?", "shared_prefill": "flag?", "question": "text?",
     "n_seen": "count?", "n_read": "count?",
 }

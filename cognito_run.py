@@ -143,6 +143,8 @@ class PolicyArgs(ModelArgs):
     """what L3, L4 and L7 keep: a fraction of the prompt (0.4), entries (4096), bytes (512MiB) or none"""
     evict_at: str = "pre-decode"
     """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
+    positions: str = "absolute"
+    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), or rebased (together, right before the question)"""
     scorer: str = "kvzap-mlp"
     """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     threshold: float | None = None
@@ -325,6 +327,7 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     for name in names:
         check_choice("--config", name, CONFIGS)
     check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
+    check_choice("--positions", args.positions, ("absolute", "rebased"))
     check_choice("--scorer", args.scorer, SCORERS)
     check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
     check_positive(args, "chunk_size", "max_new_tokens", "window")
@@ -830,37 +833,39 @@ def cut_passages(text: str, tokenizer, n_tokens: int) -> list[str]:
 # >>> core:cache (canonical: cognito_run.py)
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, keys, positions -> (Hkv, T)
 Observer = Callable[["PagedLayer", torch.Tensor, torch.Tensor | None, float], None]  # layer, query, log-sum-exp, scaling
-PAGED = ("keys", "values", "positions", "scores")
+PAGED = ("keys", "values", "positions", "read_at", "scores")
 ROOM = 32  # a buffer that is full grows by a 32nd, or by so many entries: no copy per token, and little slack
-STALE = 64  # entries that have left a sliding window are freed so many at once, for the same reason
+STALE = 64  # in decoding, entries that have left a sliding window are freed so many at once, for the same reason
 
 
 class KVBuffer:
     """Keys, values and absolute positions of h KV heads that hold equally many entries, ordered by position.
 
-    keys, values: (h, capacity, D); positions: (h, capacity) int32; scores: (h, capacity) fp32 where a pruner is to judge
-    the entries, else None. The first `length` columns are in use. Growth is amortised (no `torch.cat` per token); what
-    leaves is moved over or left behind, so that its storage is freed.
+    keys, values: (h, capacity, D); positions: (h, capacity) int32, each token's place in the text. Where positions are re-based,
+    read_at: (h, capacity) int32, the position by which the key is turned. Where a pruner is to judge the entries, scores:
+    (h, capacity) fp32. The first `length` columns are in use. Growth is amortised (no `torch.cat` per token); what leaves is
+    moved over or left behind, so that its storage is freed.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int, scored: bool = False):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int, scored: bool = False, rebased: bool = False):
         h, device = keys.shape[0], keys.device
-        self.length = 0
+        self.length, self.has_gaps = 0, False  # gaps: whether entries were evicted
         self.keys = keys.new_empty(h, capacity, keys.shape[-1])
         self.values = values.new_empty(h, capacity, values.shape[-1])
         self.positions = torch.empty(h, capacity, dtype=torch.int32, device=device)
+        self.read_at = torch.empty_like(self.positions) if rebased else None
         self.scores = torch.empty(h, capacity, device=device) if scored else None
+        self.names = [name for name in PAGED if getattr(self, name) is not None]
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        held = (self.keys, self.values, self.positions)
-        return held if self.scores is None else (*held, self.scores)
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.names]
 
     def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of what is in use: keys (h, S, D), values (h, S, D), positions (h, S)."""
         return tuple(t[:, : self.length] for t in (self.keys, self.values, self.positions))
 
     def append(self, *new: torch.Tensor) -> None:
-        """Add T entries at the end; keys and values (h, T, D), positions and scores (h, T)."""
+        """Add T entries at the end; keys and values (h, T, D), positions and what else there is (h, T)."""
         stop = self.length + new[0].shape[1]
         if stop > self.keys.shape[1]:
             self._store(self.tensors(), max(stop, self.length + max(self.length // ROOM, ROOM)))
@@ -871,6 +876,7 @@ class KVBuffer:
     def keep(self, index: torch.Tensor) -> None:
         """Keep the columns `index` (h, n), ascending in each row, and free the storage of all others."""
         h, capacity = self.positions.shape
+        self.has_gaps = True
         rows = (index + capacity * torch.arange(h, device=index.device)[:, None]).flatten()
         self.length = index.shape[1]
         self._hold([t.flatten(0, 1).index_select(0, rows).unflatten(0, index.shape) for t in self.tensors()])
@@ -882,10 +888,16 @@ class KVBuffer:
         What comes in next takes their room; `compact` frees it.
         """
         first = self.length - len(gone)
+        self.has_gaps = True
         stay = first + (~gone).nonzero()[:, 0]
         self.length = first + len(stay)
         for tensor in self.tensors():
             tensor[:, first : self.length] = tensor[:, stay]
+
+    def forget(self, n: int) -> None:
+        """Free the first n columns, which leaves no gap."""
+        self.length -= n
+        self._store([tensor[:, n:] for tensor in self.tensors()], self.length)
 
     def compact(self) -> None:
         """Free the room of what was dropped."""
@@ -899,7 +911,7 @@ class KVBuffer:
             self.keep(stay.nonzero()[:, 1].view(stay.shape[0], -1))
 
     def page(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Host copies of the entries at positions [start, stop): keys (h, n, D), values (h, n, D), positions (h, n)."""
+        """Host copies of the entries at positions [start, stop): keys (h, n, D), values (h, n, D), positions (h, n), ..."""
         bounds = torch.tensor([start, stop], dtype=torch.int32, device=self.positions.device)
         a, b = torch.searchsorted(self.positions[0, : self.length].contiguous(), bounds).tolist()
         return [tensor[:, a:b].to("cpu", copy=True) for tensor in self.tensors()]
@@ -921,8 +933,8 @@ class KVBuffer:
         self._hold(moved)
 
     def _hold(self, tensors) -> None:
-        self.keys, self.values, self.positions, *scores = tensors
-        self.scores = scores[0] if scores else None
+        for name, tensor in zip(self.names, tensors):
+            setattr(self, name, tensor)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -930,17 +942,21 @@ class PagedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, ragged: bool, capacity: int, scorer: Scorer | None = None):
+    def __init__(self, ragged: bool, capacity: int, scorer: Scorer | None = None, inv_freq: torch.Tensor | None = None):
         super().__init__()
         self.ragged, self.capacity, self.scorer = ragged, capacity, scorer
+        self.inv_freq = inv_freq  # (R/2,), where positions are re-based
         self.buffers: list[KVBuffer] = []
-        self.seen = 0  # tokens ever read, evicted ones included: the position of the next token
+        self.seen = 0  # tokens ever read, evicted ones included
+        self.at = 0  # where the next token stands: as `seen`, or closer where positions are re-based
+        self.moves = False  # whether entries stand elsewhere than where they were read
+        self.is_loose = inv_freq is not None  # whether they may: what has left a sliding window must not be moved into it again
         self.hidden: torch.Tensor | None = None  # (T, D), input of this layer's attention, where a scorer wants it
         self.observe: Observer | None = None  # is shown each chunk's attention
 
     def lazy_initialization(self, key_states, value_states) -> None:
         rows = 1 if self.ragged else key_states.shape[1]
-        self.buffers = [KVBuffer(k, v, self.capacity, self.scorer is not None) for k, v in
+        self.buffers = [KVBuffer(k, v, self.capacity, self.scorer is not None, self.inv_freq is not None) for k, v in
                         zip(key_states[0].split(rows), value_states[0].split(rows))]
         self.is_initialized = True
 
@@ -952,32 +968,43 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         n_new, rows = key_states.shape[2], self.buffers[0].keys.shape[0]
         positions = torch.arange(self.seen, self.seen + n_new, dtype=torch.int32, device=key_states.device)
+        read_at = [] if self.inv_freq is None else [positions + (self.at - self.seen)]
         scores = [] if self.scorer is None else [self.scorer(self.hidden, key_states[0], positions).split(rows)]
         for buffer, *new in zip(self.buffers, key_states[0].split(rows), value_states[0].split(rows), *scores):
-            buffer.append(*new[:2], positions, *new[2:])
-        self.seen += n_new
+            buffer.append(*new[:2], positions, *read_at, *new[2:])
+        self.seen, self.at = self.seen + n_new, self.at + n_new
         return key_states, value_states
+
+    def attended(self, buffer: KVBuffer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys (h, S, D), values (h, S, D) and positions (h, S) of a buffer as attention has them.
+
+        Where positions are re-based, the entries stand together, the last right before the next token: each key is turned from
+        where it was read. What is stored stays as it was read, so that no number of moves adds to the rounding of one.
+        """
+        keys, values, positions = buffer.entries()
+        if self.inv_freq is None:
+            return keys, values, positions
+        read_at = buffer.read_at[:, : buffer.length]
+        if not self.moves:
+            return keys, values, read_at
+        stands = torch.arange(self.at - buffer.length, self.at, dtype=torch.int32, device=keys.device)
+        return turn(keys, stands - read_at, self.inv_freq), values, stands.expand_as(read_at)
 
     def attend(self, query: torch.Tensor, scaling: float, window: int | None, softcap: float | None) -> torch.Tensor:
         """Attention of the chunk just appended, query (1, H, T, D) -> (1, T, H, D)."""
         rows, n_heads = self.buffers[0].keys.shape[0], sum(b.keys.shape[0] for b in self.buffers)
         groups = query[0].unflatten(0, (n_heads, -1))  # (Hkv, G, T, D)
-        parts = [chunk_attention(q, *buffer.entries(), self.seen, scaling, window, softcap)
-                 for buffer, q in zip(self.buffers, groups.split(rows))]
+        held = [self.attended(buffer) for buffer in self.buffers]
+        parts = [chunk_attention(q, *one, self.at, scaling, window, softcap) for one, q in zip(held, groups.split(rows))]
         if self.observe is not None:
             sums = [lse for _, lse in parts]
             self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
-            self._forget(self.seen - window)
+            for buffer, (_, _, positions) in zip(self.buffers, held):
+                stale = int((positions <= self.at - window).sum(dim=1).min())  # no later query of the sliding window sees them
+                if stale >= (1 if query.shape[2] > 1 or self.is_loose else STALE):
+                    buffer.forget(stale)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
-
-    def _forget(self, last: int) -> None:
-        """Free entries at positions <= last, which no later query of a sliding window can see."""
-        for buffer in self.buffers:
-            stale = int((buffer.entries()[2] <= last).sum(dim=1).min())
-            if stale >= STALE:
-                index = torch.arange(stale, buffer.length, device=buffer.positions.device)
-                buffer.keep(index.expand(buffer.positions.shape[0], -1))
 
     def get_seq_length(self) -> int:
         """Tokens seen, not entries kept: whoever derives positions from this gets absolute ones."""
@@ -995,12 +1022,45 @@ class PagedCache(Cache):
 
     `capacity` is the number of entries to allocate at once; `scorers`, one per layer, score entries as they are read; where
     `ragged`, each KV head may keep another number of entries. `forward` runs a model over it, within `attention`.
+
+    Positions are absolute, or given the layers' `inv_freqs` re-based: what is left after eviction stands together, without gaps,
+    right before the next token. A query has one position for all heads, so each head's last entry stands there. A sliding window
+    then counts the entries that a head holds, and reaches back over what was evicted; what once left it does not come back. The
+    values keep what they saw of the text that is gone.
     """
 
-    def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None):
-        scorers = scorers or [None] * model_config.num_hidden_layers
-        super().__init__(layers=[PagedLayer(ragged, capacity, scorer) for scorer in scorers])
-        self.ragged = ragged
+    def __init__(self, model_config, ragged: bool = False, capacity: int = 0, scorers: list[Scorer] | None = None,
+                 inv_freqs: list[torch.Tensor] | None = None):
+        nothing = [None] * model_config.num_hidden_layers
+        super().__init__(layers=[PagedLayer(ragged, capacity, *own) for own in zip(scorers or nothing, inv_freqs or nothing)])
+        self.ragged, self.is_rebased, self.is_settled = ragged, inv_freqs is not None, False
+
+    def next_position(self) -> int:
+        """Where the next token stands, which the layers are told.
+
+        Behind all tokens that were read; where positions are re-based and something was evicted, behind the longest head's entries.
+        """
+        if not self.is_settled:
+            moves = self.is_rebased and any(buffer.has_gaps for buffer in self.buffers())
+            at = max(buffer.length for buffer in self.buffers()) if moves else self.get_seq_length()
+            for layer in self.layers:
+                layer.at, layer.moves, layer.is_loose = at, moves, self.is_rebased
+        return self.layers[0].at
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Turn what is held for good to where it stands, so that decoding turns nothing.
+
+        What comes after stands behind it, and what then leaves gaps leaves them open, until the cache is rewound. Who will move
+        the entries once more needs a page of them from before, as they were read.
+        """
+        self.next_position()
+        for layer in self.layers:
+            for buffer in layer.buffers if layer.moves else ():
+                keys, _, stands = layer.attended(buffer)
+                buffer.keys[:, : buffer.length], buffer.read_at[:, : buffer.length] = keys, stands
+            layer.moves = layer.is_loose = False
+        self.is_settled = self.is_rebased
 
     def buffers(self) -> Iterator[KVBuffer]:
         return (buffer for layer in self.layers for buffer in layer.buffers)
@@ -1025,12 +1085,12 @@ class PagedCache(Cache):
     def read_page(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Host copies of the entries at positions [start, stop), to hand to `page_in` later."""
         return {f"{i}.{name}": tensor for i, buffer in enumerate(self.buffers())
-                for name, tensor in zip(PAGED, buffer.page(start, stop))}
+                for name, tensor in zip(buffer.names, buffer.page(start, stop))}
 
     def page_in(self, *pages: dict[str, torch.Tensor]) -> None:
         """Put the entries of pages back where they were; the cache is then bit for bit as if they had never left."""
         for i, buffer in enumerate(self.buffers()):
-            buffer.insert([[page[f"{i}.{name}"] for name in PAGED if f"{i}.{name}" in page] for page in pages])
+            buffer.insert([[page[f"{i}.{name}"] for name in buffer.names] for page in pages])
 
     def compact(self) -> None:
         """Free what pruning has left unused."""
@@ -1039,10 +1099,26 @@ class PagedCache(Cache):
 
     def rewind(self, n: int) -> None:
         """Forget the tokens at positions n and after, as if they had never been read."""
+        self.is_settled = False
         for layer in self.layers:
-            layer.seen = n
+            layer.seen = layer.at = n
             for buffer in layer.buffers:
                 buffer.length = int((buffer.entries()[2][0] < n).sum())
+
+
+def turn(keys: torch.Tensor, by: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Keys (h, S, D) as if each had been read `by` (h, S) positions later; computed in fp32.
+
+    RoPE (Su et al. 2021, arXiv:2104.09864) turns the dimensions j and j + R/2 of a key at position p by the angle
+    p * inv_freq[j], so that turning by a difference of positions is exact. What scales cosines and sines (YaRN, longrope) is in
+    the keys already. Of a partial rotary (Phi-3) the dimensions from R on have no position.
+    """
+    half = len(inv_freq)
+    angle = by[..., None] * inv_freq.to(keys.device, torch.float32)  # (h, S, R/2)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = keys[..., :half].float(), keys[..., half : 2 * half].float()
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(keys.dtype)
+    return torch.cat([turned, keys[..., 2 * half :]], dim=-1) if 2 * half < keys.shape[-1] else turned
 
 
 def chunk_attention(q, keys, values, positions, seen: int, scaling: float, window: int | None, softcap: float | None):
@@ -1152,10 +1228,10 @@ def hidden_states_to(cache: PagedCache, model) -> Iterator[None]:
 
 @torch.inference_mode()
 def forward(lm: LM, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:
-    """One stock forward over T new tokens (T,) at their absolute positions; the last one's logits, (V,)."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + len(input_ids), device=lm.device)
+    """One stock forward over T new tokens (T,) at their positions; the last one's logits, (V,)."""
     paged = isinstance(cache, PagedCache)
+    start = cache.next_position() if paged else cache.get_seq_length()
+    positions = torch.arange(start, start + len(input_ids), device=lm.device)
     extra = {"kv_cache": cache} if paged else {}
     scored = paged and any(layer.scorer is not None or layer.observe is not None for layer in cache.layers)
     with hidden_states_to(cache, lm.model) if scored else contextlib.nullcontext():
@@ -1686,6 +1762,20 @@ class Pruner(Evictor):
                 buffer.keep(s.topk(n).indices.sort().values[None])
 
 
+class MoveTogether(Policy):
+    """Re-based positions: moves what is kept together, for good, once all is evicted; stands behind what evicts.
+
+    While the prompt is read nothing needs to be done: the cache turns its keys as each chunk looks at them. StreamingLLM
+    (arXiv:2309.17453) numbers the entries of its cache in this way; its keys are kept unrotated and turned at every step.
+    """
+
+    def before_decode(self, cache: PagedCache) -> None:
+        cache.settle()
+
+    def facts(self) -> dict:
+        return {"positions": "rebased"}
+
+
 KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
     "Qwen/Qwen3-8B": "nvidia/KVzap-{}-Qwen3-8B", "Qwen/Qwen3-32B": "nvidia/KVzap-{}-Qwen3-32B",
     "meta-llama/Llama-3.1-8B-Instruct": "nvidia/KVzap-{}-Llama-3.1-8B-Instruct",
@@ -1747,21 +1837,44 @@ def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores
             policies[-1].retrieve(scores)
     if config.prune:
         policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
+    if policies and args.positions == "rebased":
+        policies.append(MoveTogether())
     return InTurn(*policies)
 
 
-def make_cache(args, config: Config, model_config, n_tokens: int, budget: int | None,
-               surrogates: KVzap | None = None) -> Cache:
+def rotary_frequencies(model) -> list[torch.Tensor]:
+    """Each layer's inverse frequencies, as the model's rotary module holds them: one for all, or one for each type of layer."""
+    rotary, n_layers = model.get_decoder().rotary_emb, model.config.num_hidden_layers
+    if hasattr(rotary, "inv_freq"):
+        return [rotary.inv_freq] * n_layers
+    return [getattr(rotary, f"{kind}_inv_freq") for kind in model.config.layer_types]
+
+
+def make_cache(args, config: Config, model, n_tokens: int, budget: int | None, surrogates: KVzap | None = None) -> Cache:
     """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
     if config.stock:
-        return DynamicCache(config=model_config)
+        return DynamicCache(config=model.config)
+    moved = args.positions == "rebased" and (config.prune or config.evict != "nothing")
+    inv_freqs = rotary_frequencies(model) if moved else None
     if config.prune:
-        scorers = make_scorers(args.scorer, model_config, surrogates)
+        scorers = make_scorers(args.scorer, model.config, surrogates)
         capacity = 0 if args.prune_at == "chunk" else n_tokens  # in flight, what will be kept is not known
-        return PagedCache(model_config, ragged=True, capacity=capacity, scorers=scorers)
+        return PagedCache(model.config, ragged=True, capacity=capacity, scorers=scorers, inv_freqs=inv_freqs)
     if config.evict != "nothing" and args.evict_at == "chunk" and budget is not None:
         n_tokens = min(n_tokens, budget + args.chunk_size)
-    return PagedCache(model_config, capacity=n_tokens)
+    return PagedCache(model.config, capacity=n_tokens, inv_freqs=inv_freqs)
+
+
+def positions_taken(args, config: Config, n_tokens: int, budget: int | None) -> int:
+    """Positions that a run of so many tokens takes, answer included: one a token.
+
+    Where the same budget holds for every head and what is kept is moved together in flight, no more than are held at a time, so
+    that the text may be longer than the model's window. Where a pruner lets each head keep its own number, one may keep all.
+    """
+    bounded = args.positions == "rebased" and args.evict_at == "chunk" and config.evict != "nothing" and not config.prune
+    if not bounded or budget is None:
+        return n_tokens
+    return min(n_tokens, budget + max(args.chunk_size, args.max_new_tokens))
 
 
 # <<< core:policies
@@ -1981,7 +2094,7 @@ def attention_received(cache: Cache, n_prompt: int, n_positions: int) -> Iterato
             received[query.device] = torch.zeros(n_positions, device=query.device)
         rows = layer.buffers[0].keys.shape[0]
         for buffer, q, log_sum in zip(layer.buffers, query[:, :, -1].split(rows), lse[:, :, -1:].split(rows)):
-            keys, _, positions = buffer.entries()
+            keys, positions = layer.attended(buffer)[0], buffer.entries()[2]
             weights = torch.exp((q @ keys.mT).float() * scaling - log_sum)  # (h, G, S)
             received[query.device].index_add_(0, positions.flatten(), weights.sum(dim=1).flatten())
 
@@ -2135,7 +2248,7 @@ class Conversation:
         self.n_first = spans["question"][0]
         self.documents = prompt.input_ids[: self.n_first]
         budget, n_tokens = self._budget(), len(prompt.input_ids) + self.args.max_new_tokens
-        self.cache = make_cache(self.args, self.config, self.lm.model.config, n_tokens, budget, self.surrogates)
+        self.cache = make_cache(self.args, self.config, self.lm.model, n_tokens, budget, self.surrogates)
         ranked = scores and {name: scores[name] for name in read}
         self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
 

@@ -84,7 +84,7 @@ def measure(lm: core.LM, input_ids: torch.Tensor, args: core.PolicyArgs, surroga
     config, n_tokens, surrogate_s = core.CONFIGS[args.config], len(input_ids), []
     budget = core.parse_budget(args.kv_budget)(n_tokens, core.entry_bytes(lm.model.config, lm.model.dtype))
     policy = core.make_policy(args, config, core.Prompt(input_ids, [], []), budget)
-    cache = core.make_cache(args, config, lm.model.config, n_tokens + N_DECODE, budget, surrogates)
+    cache = core.make_cache(args, config, lm.model, n_tokens + N_DECODE, budget, surrogates)
     for layer in cache.layers if config.prune else ():
         layer.scorer = timed(layer.scorer, lm.device, surrogate_s)
     with core.attention(lm.model, config.stock):

@@ -230,7 +230,7 @@ class Anew:
         read = {name: passage for name, passage in self.passages.items() if name in names}  # in the text's order
         input_ids = core.ask_prompt(self.lm.tokenizer, read, question, self.config).input_ids
         n_tokens = len(input_ids) + self.args.max_new_tokens
-        cache = core.make_cache(self.args, self.config, self.lm.model.config, n_tokens, None)
+        cache = core.make_cache(self.args, self.config, self.lm.model, n_tokens, None)
         result = core.generate(self.lm, cache, input_ids, self.args.max_new_tokens, None, on_text=on_text)
         n_seen = len(input_ids) + len(result.itl_s)
         return {"answer": result.text.strip(), "finish_reason": result.finish_reason, "n_seen": n_seen, "n_read": result.n_read,
@@ -306,7 +306,7 @@ def load(runtime: core.Runtime, model_config, tokenizer) -> core.LM:
     """The model, warmed up: no question is to pay for first calls."""
     lm = core.load_model(runtime, model_config, tokenizer)
     for config in (core.CONFIGS["L1"], core.CONFIGS["L2"]):
-        cache = core.make_cache(core.Args(), config, model_config, 64, None)
+        cache = core.make_cache(core.Args(), config, lm.model, 64, None)
         with core.attention(lm.model, config.stock):
             core.generate(lm, cache, torch.full((64,), 5), 4, None if config.stock else 32)
     return lm

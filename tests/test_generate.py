@@ -42,7 +42,7 @@ def tiny():
 def answer(lm, ids, config, chunk=None, policy=core.Policy(), n_new=N_NEW, n_before=0, on_text=None):
     """Read and answer under a configuration's cache and attention; the first `n_before` tokens have been read before."""
     config = core.CONFIGS[config]
-    cache = core.make_cache(core.PolicyArgs(chunk_size=chunk or len(ids)), config, lm.model.config, len(ids) + n_new, None)
+    cache = core.make_cache(core.PolicyArgs(chunk_size=chunk or len(ids)), config, lm.model, len(ids) + n_new, None)
     with core.attention(lm.model, config.stock):
         if n_before:
             read(lm, cache, ids[:n_before], chunk)

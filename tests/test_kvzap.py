@@ -498,7 +498,7 @@ def test_an_oracle_needs_the_window_twice(offline_in_an_empty_folder):
         niah.main(niah.Args(**asked), NoWeights)
     fitting = [(dict(), ["L6"], 16384), (dict(scorer="key-norm"), ["L6"], 32768), (dict(), ["L2"], 32768)]  # L2 asks no oracle
     for change, names, length in fitting:
-        configs = niah.roomy_config(niah.Args(**asked | change | dict(lengths=(4096, length))), names, "tiny")
+        configs = niah.roomy_config(niah.Args(**asked | change | dict(lengths=(4096, length))), names, niah.resolve_runtime("tiny", "cpu", "float32", "none"))
         assert configs.keys() == {4096, length} and all(config.max_position_embeddings == 32768 for config in configs.values())
     with pytest.raises(train.Refusal, match="--max-tokens 16384 takes 32868 positions"):
         train.main(train.Args(model="tiny", device="cpu", max_tokens=16384))
