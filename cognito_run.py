@@ -1038,7 +1038,8 @@ class PagedCache(Cache):
     def next_position(self) -> int:
         """Where the next token stands, which the layers are told.
 
-        Behind all tokens that were read; where positions are re-based and something was evicted, behind the longest head's entries.
+        Behind all tokens that were read; or where positions are re-based, once something was evicted, behind the entries of the
+        head that holds most.
         """
         if not self.is_settled:
             moves = self.is_rebased and any(buffer.has_gaps for buffer in self.buffers())
@@ -1583,6 +1584,10 @@ class RAGAwarePager(Evictor):
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
 
+    def expect(self, scores: dict[str, float]) -> None:
+        """Take each segment's score without beginning a turn."""
+        self.scores = dict(scores)
+
     def add(self, spans: dict[str, tuple[int, int]]) -> None:
         """Take up segments that are to be read behind the prompt."""
         self.spans |= spans
@@ -1865,16 +1870,13 @@ def make_cache(args, config: Config, model, n_tokens: int, budget: int | None, s
     return PagedCache(model.config, capacity=n_tokens, inv_freqs=inv_freqs)
 
 
-def positions_taken(args, config: Config, n_tokens: int, budget: int | None) -> int:
-    """Positions that a run of so many tokens takes, answer included: one a token.
+def is_endless(args, config: Config) -> bool:
+    """Whether a text may be longer than the model's window: what is kept is moved together in flight, within one budget.
 
-    Where the same budget holds for every head and what is kept is moved together in flight, no more than are held at a time, so
-    that the text may be longer than the model's window. Where a pruner lets each head keep its own number, one may keep all.
+    Where a pruner lets each head keep its own number, one of them may keep all.
     """
-    bounded = args.positions == "rebased" and args.evict_at == "chunk" and config.evict != "nothing" and not config.prune
-    if not bounded or budget is None:
-        return n_tokens
-    return min(n_tokens, budget + max(args.chunk_size, args.max_new_tokens))
+    return (args.positions == "rebased" and args.evict_at == "chunk" and args.kv_budget != "none"
+            and config.evict != "nothing" and not config.prune)
 
 
 # <<< core:policies
@@ -2119,6 +2121,9 @@ class Conversation:
     worst for them. When the reserve is used up the cache goes back to the end of the first reading. It cannot where that has
     lost entries for good (L4, L6, L7, a sliding window), and the stock cache (L1) has no reserve: these read anew when a
     question's very best is unread.
+
+    Re-based, what is kept stands together, so that the reserve is not used up. In flight passages of any number are all read
+    once, the pager keeping the best for the questions that are known (--ask), and the others wait as pages.
     """
 
     def __init__(self, args: Args, lm: LM, passages: dict[str, str], retriever: HybridRetriever, store: PageStore,
@@ -2189,6 +2194,12 @@ class Conversation:
         if n_kept < longest and self.config.evict == "segments":
             print(f"a budget of {n_kept} entries is below the longest passage; raised to its {longest}", file=sys.stderr)
             n_kept = longest
+        if is_endless(self.args, self.config):
+            n_behind = (1 + self.args.history) * (QUESTION_TOKENS + self.args.max_new_tokens)
+            most = self.window - self.n_head - n_behind - max(min(RESERVE, self.window // 4), self.args.chunk_size)
+            if n_kept > most > longest:
+                print(f"a budget of {n_kept} entries leaves the model's window no room; lowered to {most}", file=sys.stderr)
+            n_kept = min(n_kept, max(most, longest))
         return n_kept + self.n_first - sum(first)
 
     def _prepare(self, question: str, n_behind: int, scores: dict[str, float], trace: Trace | None
@@ -2198,12 +2209,12 @@ class Conversation:
         n_behind: positions that the question and its answer take.
         """
         best = sorted(scores, key=scores.get, reverse=True)[:N_RETRIEVED]
-        crowded = len(self.documents) + n_behind > self.window or self._new(best, n_behind) != self._unread(best)
+        crowded = self._place() + n_behind > self.window or self._new(best, n_behind) != self._unread(best)
         if crowded and self._can_go_back():
             self._go_back()
         new = self._new(best, n_behind)
         known = self.cache is not None and best[0] in {*self.spans, *new}
-        if not known or len(self.documents) + n_behind > self.window:
+        if not known or self._place() + n_behind > self.window:
             return self._read(question, n_behind, scores, trace), {}
         was_out = self.pager.out.keys() if self.pager else ()
         came = dict.fromkeys(was_out, "paged in") | dict.fromkeys(new, "read in")
@@ -2232,11 +2243,19 @@ class Conversation:
         """Start with an empty cache: read the passages that fit, and evict."""
         ranked = sorted(scores, key=scores.get, reverse=True)
         room = min(self._room(n_behind) - self.n_head, self.window - QUESTION_TOKENS - self.args.max_new_tokens)
-        if sum(self.n_tokens.values()) > room:
+        if sum(self.n_tokens.values()) > room and not is_endless(self.args, self.config):
             reserve = 0 if self.config.stock else min(RESERVE, self.window // 4, room // 2)
             ranked = self._fitting(ranked, room - reserve) or ranked[:1]
         self._lay_out(ranked, question, scores, trace)
-        return self._bring_in(trace, self.policy)
+        if not (self.pager and self.pager.in_flight and self.args.ask):
+            return self._bring_in(trace, self.policy)
+        asked, own = map(self.retriever.rank, self.args.ask), self.pager.scores
+        best = dict(zip(self.passages, np.max([list(scores.values()), *asked], axis=0).tolist()))
+        self.pager.expect({name: best[name] for name in own})
+        reading = self._bring_in(trace, self.policy)
+        self.pager.expect(own)
+        self._bring_in(trace, self.policy)
+        return reading
 
     def _lay_out(self, names: list[str], question: str, scores: dict[str, float] | None, trace: Trace | None) -> None:
         """Prepare an empty cache, and its policy, for a first reading of these passages."""
@@ -2250,7 +2269,8 @@ class Conversation:
         budget, n_tokens = self._budget(), len(prompt.input_ids) + self.args.max_new_tokens
         self.cache = make_cache(self.args, self.config, self.lm.model, n_tokens, budget, self.surrogates)
         ranked = scores and {name: scores[name] for name in read}
-        self.policy = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace)
+        made = make_policy(self.args, self.config, prompt, budget, ranked, self.store, trace).policies
+        self.policy = InTurn(*(policy for policy in made if not isinstance(policy, MoveTogether)))  # `_answer` moves, and back
 
     def _append(self, names: list[str], question: str) -> None:
         """Put passages behind the documents, in document order; what stands there keeps its tokens."""
@@ -2306,10 +2326,14 @@ class Conversation:
         pruners = [pruner for pruner in pruners if pruner.threshold is not None]  # a share was cut of the documents alone
         judged, sliding = [pruner.judged for pruner in pruners], getattr(self.lm.model.config, "sliding_window", None) or 0
         start = max(min([end, *judged]) - sliding, 0)  # what stands before it does not change when more is read
+        if not self.config.stock and self.cache.next_position() < end:
+            start = 0  # but where it has been moved together, all of it stays as it was read in the page
         page = None if start == end or self.config.stock else self.cache.read_page(start, end)
         policy = InTurn(*pruners) if trace is None else Traced(InTurn(*pruners), trace)
         n_new = self.args.max_new_tokens
         try:
+            if not self.config.stock:
+                self.cache.settle()
             with attention_received(self.cache, len(tokens), len(tokens) + n_new) as received:
                 result = generate(self.lm, self.cache, tokens, n_new, self.chunk_size, policy, on_text)
             return result, sum(share.cpu() for share in received.values()) if received else None
@@ -2338,10 +2362,14 @@ class Conversation:
             tokens = prompt.input_ids[prompt.spans[-2][0] :].tolist()  # a token that the boundary merges is the passage's
             for (_, answer), asked in zip(self.exchanges, questions[1:]):
                 tokens += tokenise(tokenizer, answer, *next_turn_text(tokenizer, asked, self.config))[0]
-            if not self.exchanges or len(self.documents) + len(tokens) + self.args.max_new_tokens <= self.window:
+            if not self.exchanges or self._place() + len(tokens) + self.args.max_new_tokens <= self.window:
                 return torch.cat([self.documents, torch.tensor(tokens)])
             print(f"no room for the question {self.exchanges[0][0]!r} and its answer; they are dropped", file=sys.stderr)
             self.exchanges = self.exchanges[1:]
+
+    def _place(self) -> int:
+        """Where what comes behind the documents stands."""
+        return self.cache.next_position() if isinstance(self.cache, PagedCache) else len(self.documents)
 
     def _room(self, n_behind: int) -> int:
         """Positions for all before the question; exchanges count as if each were of its size, up to a quarter of the window."""
@@ -2352,7 +2380,7 @@ class Conversation:
 
     def _new(self, names: list[str], n_behind: int) -> list[str]:
         """Of these passages those that can be read in."""
-        return [] if self.config.stock else self._fitting(self._unread(names), self._room(n_behind) - len(self.documents))
+        return [] if self.config.stock else self._fitting(self._unread(names), self._room(n_behind) - self._place())
 
     def _fitting(self, names: list[str], room: int) -> list[str]:
         """The first of these passages, as many as there is room for."""

@@ -943,7 +943,8 @@ class PagedCache(Cache):
     def next_position(self) -> int:
         """Where the next token stands, which the layers are told.
 
-        Behind all tokens that were read; where positions are re-based and something was evicted, behind the longest head's entries.
+        Behind all tokens that were read; or where positions are re-based, once something was evicted, behind the entries of the
+        head that holds most.
         """
         if not self.is_settled:
             moves = self.is_rebased and any(buffer.has_gaps for buffer in self.buffers())
@@ -1451,6 +1452,10 @@ class RAGAwarePager(Evictor):
         self.scores = dict(scores)
         self.lags = {name: 0 if name in best else self.lags[name] + 1 for name in self.spans}
 
+    def expect(self, scores: dict[str, float]) -> None:
+        """Take each segment's score without beginning a turn."""
+        self.scores = dict(scores)
+
     def add(self, spans: dict[str, tuple[int, int]]) -> None:
         """Take up segments that are to be read behind the prompt."""
         self.spans |= spans
@@ -1733,16 +1738,13 @@ def make_cache(args, config: Config, model, n_tokens: int, budget: int | None, s
     return PagedCache(model.config, capacity=n_tokens, inv_freqs=inv_freqs)
 
 
-def positions_taken(args, config: Config, n_tokens: int, budget: int | None) -> int:
-    """Positions that a run of so many tokens takes, answer included: one a token.
+def is_endless(args, config: Config) -> bool:
+    """Whether a text may be longer than the model's window: what is kept is moved together in flight, within one budget.
 
-    Where the same budget holds for every head and what is kept is moved together in flight, no more than are held at a time, so
-    that the text may be longer than the model's window. Where a pruner lets each head keep its own number, one may keep all.
+    Where a pruner lets each head keep its own number, one of them may keep all.
     """
-    bounded = args.positions == "rebased" and args.evict_at == "chunk" and config.evict != "nothing" and not config.prune
-    if not bounded or budget is None:
-        return n_tokens
-    return min(n_tokens, budget + max(args.chunk_size, args.max_new_tokens))
+    return (args.positions == "rebased" and args.evict_at == "chunk" and args.kv_budget != "none"
+            and config.evict != "nothing" and not config.prune)
 
 
 # <<< core:policies
@@ -2398,9 +2400,13 @@ def check_run(args, oracles: tuple[str, ...] = ()) -> list[str]:
 
 
 def longest_run(args, names: list[str], length: int, model_config, dtype: torch.dtype) -> int:
-    """The most positions that one of these configurations takes for a prompt and its answer of `length` tokens."""
+    """The most positions that one of these configurations takes for a prompt and its answer of `length` tokens: one a token.
+
+    Where what is kept is moved together in flight, no more are taken than are held at a time.
+    """
     budget = parse_budget(args.kv_budget)(length, entry_bytes(model_config, dtype))
-    return max(positions_taken(args, CONFIGS[name], length, budget) for name in names)
+    held = length if budget is None else min(length, budget + max(args.chunk_size, args.max_new_tokens))
+    return max(held if is_endless(args, CONFIGS[name]) else length for name in names)
 
 
 def one_config(args, names: list[str], runtime: Runtime) -> dict:

@@ -899,7 +899,8 @@ class PagedCache(Cache):
     def next_position(self) -> int:
         """Where the next token stands, which the layers are told.
 
-        Behind all tokens that were read; where positions are re-based and something was evicted, behind the longest head's entries.
+        Behind all tokens that were read; or where positions are re-based, once something was evicted, behind the entries of the
+        head that holds most.
         """
         if not self.is_settled:
             moves = self.is_rebased and any(buffer.has_gaps for buffer in self.buffers())

@@ -34,19 +34,21 @@ Numbers of one form ("the registration number of ivory lantern") are hidden in t
 for in random order. This is harder than eval_niah.py: every number is a distractor of every other. A text is cut into passages as
 cognito_run.py cuts documents, and all arms have the same passages and the same retriever. Its `Conversation` reads a text once:
 
-    L2            the full cache, rewound after every answer
-    L3-budget*    the best passages by the pager, within a share of the text; the others wait as pages on the host
-    history       L2 with all earlier exchanges before the question; they are read again each time
+    L2                  the full cache, rewound after every answer
+    L3-budget*          the best passages by the pager, within a share of the text; the others wait as pages on the host
+    L3-budget*-rebased  the same, moved together right before the question
+    history             L2 with all earlier exchanges before the question; they are read again each time
 
 The stock cache, in one shot and empty at every question, reads again:
 
-    rag-budget*   plain RAG: the best passages that fit the same share of the text, hence the same KV
-    reread        the whole text
+    rag-budget*         plain RAG: the best passages that fit the same share of the text, hence the same KV
+    reread              the whole text
 
 Seconds to the first token count from the moment that the question is put, retrieval and paging included (`retrieval_s` is the
 retriever's part); the first question about a text pays for the one reading, which the table's mean has in it.
 
-    uv run benchmarks/questions.py --plot                                         # SmolLM2: 40 questions to each of 9 arms
+    uv run benchmarks/questions.py --plot                                         # SmolLM2: 40 questions to each of 12 arms
+    uv run benchmarks/questions.py --seeds 0 1 2 --arms L2 rag-budget0.1          # 120 questions to each of these two
     uv run benchmarks/questions.py --model tiny --n 3 --lengths 2400 --out /tmp/q # does it run at all
     uv run bootstrap.py results/questions --compare L3-budget0.2 rag-budget0.2    # two arms, question by question
 
@@ -96,6 +98,7 @@ class Arm:
     kv_budget: str = "none"
     is_chat: bool = False  # earlier exchanges stand before a question
     anew: bool = False  # reads for every question, into an empty cache
+    positions: str = "absolute"
 
     @property
     def by_rank(self) -> bool:
@@ -105,7 +108,9 @@ class Arm:
 
 BUDGETS = ("0.4", "0.2", "0.1")
 ARMS = {  # by the names of their files
-    "L2": Arm("L2"), **{f"L3-budget{budget}": Arm("L3", budget) for budget in BUDGETS}, "history": Arm("L2", is_chat=True),
+    "L2": Arm("L2"), **{f"L3-budget{budget}": Arm("L3", budget) for budget in BUDGETS},
+    **{f"L3-budget{budget}-rebased": Arm("L3", budget, positions="rebased") for budget in BUDGETS},
+    "history": Arm("L2", is_chat=True),
     **{f"rag-budget{budget}": Arm("L1", budget, anew=True) for budget in BUDGETS}, "reread": Arm("L1", anew=True),
 }
 
@@ -124,8 +129,8 @@ class Args(core.ModelArgs):
     """tokens per prefill chunk of the one reading"""
     max_new_tokens: int = 32
     """longest answer"""
-    seed: int = 0
-    """of the texts, the numbers and the order of the questions"""
+    seeds: tuple[int, ...] = (0,)
+    """of the texts, the numbers and the order of the questions; each has files of its own"""
     out: Path | None = None
     """folder of the rows; default results/questions/<model>"""
     fresh: bool = False
@@ -156,25 +161,26 @@ class Needle:
 class Haystack:
     """A text, its needles in the order in which they are asked for, and its passages."""
 
+    seed: int
     length: int
     text: str
     needles: list[Needle]
     passages: dict[str, str]  # their texts by name
 
 
-def draw_needles(args: Args, length: int, rng: random.Random) -> list[Needle]:
+def draw_needles(args: Args, seed: int, length: int, rng: random.Random) -> list[Needle]:
     """Needles at evenly spread depths, no two with the same key."""
     keys = rng.sample([f"{adjective} {noun}" for adjective in niah.ADJECTIVES for noun in niah.NOUNS], args.n)
     values = rng.sample(range(10**6, 10**7), args.n)
     depths = [100 * i / (args.n - 1) if args.n > 1 else 50.0 for i in range(args.n)]
-    return [Needle(f"{TASK}-{HAYSTACK}-{length}-{i:03d}-seed{args.seed}", depth, key, str(value))
+    return [Needle(f"{TASK}-{HAYSTACK}-{length}-{i:03d}-seed{seed}", depth, key, str(value))
             for i, (depth, key, value) in enumerate(zip(depths, keys, values))]
 
 
 def hide(needles: list[Needle], prose: str) -> str:
     """The prose with each needle at the sentence end that is nearest to its depth."""
     if any(needle.value in prose for needle in needles):
-        raise core.Refusal("the prose holds a needle's value already; choose another --seed")
+        raise core.Refusal("the prose holds a needle's value already; choose other --seeds")
     ends = [0, *(match.end() for match in core.SENTENCE_END.finditer(prose))]
     cuts = [min(ends, key=lambda end: abs(end - needle.depth_percent / 100 * len(prose))) for needle in needles]
     return "".join(prose[a:b] + needle.sentence for a, b, needle in zip([0, *cuts], cuts, needles)) + prose[cuts[-1] :]
@@ -187,10 +193,10 @@ def cut(text: str, tokenizer) -> dict[str, str]:
     return {name: passage.text for name, passage in passages.items()}
 
 
-def make_haystack(args: Args, tokenizer, sentences: list[str], length: int) -> Haystack:
+def make_haystack(args: Args, tokenizer, sentences: list[str], seed: int, length: int) -> Haystack:
     """About `length` tokens of prose from a random place on, with needles in it."""
-    rng = random.Random(f"{args.seed}/{TASK}/{HAYSTACK}/{length}")
-    needles, start = draw_needles(args, length, rng), rng.randrange(len(sentences))
+    rng = random.Random(f"{seed}/{TASK}/{HAYSTACK}/{length}")
+    needles, start = draw_needles(args, seed, length, rng), rng.randrange(len(sentences))
     room = length - sum(len(core.tokenise(tokenizer, needle.sentence)[0]) for needle in needles)
     if room < length / 2:
         raise core.Refusal(f"{args.n} needles take more than half of {length} tokens; choose a smaller --n or longer --lengths")
@@ -198,7 +204,7 @@ def make_haystack(args: Args, tokenizer, sentences: list[str], length: int) -> H
     prose = prose[: niah.CHARS_PER_TOKEN * length].lstrip()
     text = hide(needles, prose[: core.tokenise(tokenizer, prose)[1][room]]).rstrip()
     rng.shuffle(needles)
-    return Haystack(length, text, needles, cut(text, tokenizer))
+    return Haystack(seed, length, text, needles, cut(text, tokenizer))
 
 
 class TimedRetriever(core.DocumentRetriever):
@@ -255,7 +261,7 @@ class Anew:
 def make_reader(args: Args, arm: Arm, lm: core.LM, haystack: Haystack, retriever: TimedRetriever):
     """What an arm puts its questions to."""
     given = core.Args(config=arm.config, kv_budget=arm.kv_budget, chunk_size=args.chunk_size,
-                      max_new_tokens=args.max_new_tokens, history=(args.n - 1) * arm.is_chat)
+                      positions=arm.positions, max_new_tokens=args.max_new_tokens, history=(args.n - 1) * arm.is_chat)
     if arm.anew:
         return Anew(given, lm, haystack.passages, retriever)
     return core.Conversation(given, lm, haystack.passages, retriever, core.PageStore())
@@ -287,18 +293,22 @@ def left(arm: Arm, file: niah.RecordFile, needles: list[Needle]) -> list[Needle]
     return missing if arm.anew or not missing else needles[: needles.index(missing[-1]) + 1]
 
 
-def open_files(args: Args, runtime: core.Runtime, haystacks: list[Haystack]) -> dict[str, niah.RecordFile]:
-    """Each arm's file; its settings are all that changes an answer."""
+def open_files(args: Args, runtime: core.Runtime, haystacks: list[Haystack]) -> dict[tuple[str, int], niah.RecordFile]:
+    """The file of each arm and seed; its settings are all that changes an answer."""
     folder = args.out or ROOT / "results" / TASK / core.model_folder(runtime)
     shared = {"task": TASK, "model": runtime.name, "device": runtime.device.type, "dtype": str(runtime.dtype),
-              "quant": runtime.quant, "seed": args.seed, "n": args.n, "max_new_tokens": args.max_new_tokens,
-              "wording": niah.digest(core.INSTRUCTION + core.QUESTION + QUESTION + niah.NEEDLE),
-              "passages": {haystack.length: niah.digest("\0".join(haystack.passages.values())) for haystack in haystacks}}
+              "quant": runtime.quant, "n": args.n, "max_new_tokens": args.max_new_tokens,
+              "wording": niah.digest(core.INSTRUCTION + core.QUESTION + QUESTION + niah.NEEDLE)}
     files = {}
-    for name in args.arms:
-        arm = ARMS[name]
-        own = asdict(arm) | {"chunk_size": None if arm.anew else args.chunk_size, "retriever": RETRIEVER if arm.by_rank else None}
-        files[name] = niah.RecordFile(folder / f"{name}.jsonl", shared | own, args.fresh)
+    for name, seed in itertools.product(args.arms, args.seeds):
+        own = asdict(ARMS[name]) | {"seed": seed, "chunk_size": None if ARMS[name].anew else args.chunk_size,
+                                    "retriever": RETRIEVER if ARMS[name].by_rank else None}
+        own["passages"] = {haystack.length: niah.digest("\0".join(haystack.passages.values()))
+                           for haystack in haystacks if haystack.seed == seed}
+        if ARMS[name].positions == "absolute":  # the only positions that there were when the first rows were written
+            del own["positions"]
+        path = folder / f"{name}{f'-seed{seed}' if seed else ''}.jsonl"
+        files[name, seed] = niah.RecordFile(path, shared | own, args.fresh)
     return files
 
 
@@ -319,12 +329,13 @@ def ask_all(args: Args, name: str, lm: core.LM, haystack: Haystack, retriever: T
     reader = make_reader(args, arm, lm, haystack, retriever)
     with core.attention(lm.model, reader.config.stock):
         todo = left(arm, file, haystack.needles)
-        for needle in tqdm(todo, desc=f"{name} {haystack.length}", unit="question", disable=not todo):
+        for needle in tqdm(todo, desc=f"{name} {haystack.length} {haystack.seed}", unit="question", disable=not todo):
             row = facts | {
-                "task": TASK, "config": name.partition("-")[0], "case_id": needle.case_id, "seed": args.seed,
+                "task": TASK, "config": name.partition("-")[0], "case_id": needle.case_id, "seed": haystack.seed,
                 "haystack": HAYSTACK, "context_length": haystack.length, "depth_percent": needle.depth_percent,
                 "question": needle.question, "answers": [needle.value], "question_aware": arm.by_rank,
                 "kv_budget": arm.kv_budget if arm.by_rank else None, "retriever": RETRIEVER if arm.by_rank else None,
+                **({"positions": "rebased"} if arm.positions == "rebased" else {}),
                 "created": datetime.now(UTC).isoformat(timespec="seconds")}
             try:
                 row |= put(reader, needle, haystack, retriever, lm)
@@ -349,13 +360,13 @@ def summarise(rows: list[dict]) -> dict:
 def report(runtime: core.Runtime, cells: dict[str, dict], written: list[str]) -> int:
     """Print the table and the closing JSON line; 1 if a question failed, else 0."""
     columns = ("arm", "right", "passage there", "first token", "retrieval", "mean", "of RAG's", "tokens read", "KV decode")
-    print("\n{:16}{:>8}{:>15}{:>13}{:>11}{:>10}{:>10}{:>13}{:>12}".format(*columns))
+    print("\n{:21}{:>8}{:>15}{:>13}{:>11}{:>10}{:>10}{:>13}{:>12}".format(*columns))
     for name, cell in cells.items():
-        rag = cells.get(name.replace("L3", "rag"), {}).get("ttft_s")
+        rag = cells.get(name.replace("L3", "rag").removesuffix("-rebased"), {}).get("ttft_s")
         cell["ttft_ratio"] = cell["ttft_s"] / rag if name.startswith("L3") and rag and cell["ttft_s"] else None
         ratio = "" if cell["ttft_ratio"] is None else f"{cell['ttft_ratio']:.2f}"
         if cell["n"] > cell["failed"]:
-            print(f"{name:16}{cell['right']:5}/{cell['n'] - cell['failed']:<2}{cell['needle_kept']:12}/{cell['n']:<2}"
+            print(f"{name:21}{cell['right']:5}/{cell['n'] - cell['failed']:<2}{cell['needle_kept']:12}/{cell['n']:<2}"
                   f"{cell['ttft_s']:11.3f} s{cell['retrieval_s']:9.3f} s{cell['ttft_s_mean']:8.2f} s{ratio:>10}"
                   f"{cell['n_read']:13.0f}{cell['kv_bytes_decode'] / 2**20:8.1f} MiB")
     failed = sum(cell["failed"] for cell in cells.values())
@@ -368,9 +379,10 @@ def draw(cells: dict[str, dict], title: str):
     from matplotlib.ticker import LogLocator
 
     figure, (axis,) = bootstrap.grid(1, 6.2, 3.8)
-    kinds = list(dict.fromkeys(name.partition("-")[0] for name in cells))
+    kind_of = {name: name.partition("-")[0] + ", rebased" * name.endswith("-rebased") for name in cells}
+    kinds = list(dict.fromkeys(kind_of.values()))
     for kind in kinds:
-        own = [cell for name, cell in cells.items() if name.partition("-")[0] == kind]
+        own = [cell for name, cell in cells.items() if kind_of[name] == kind]
         x, y, n = (np.array([cell[key] for cell in own]) for key in ("ttft_s", "right", "n"))
         low, high = n * np.array([bootstrap.wilson(cell["right"], cell["n"]) for cell in own]).T
         axis.errorbar(x, y, yerr=np.maximum([y - low, high - y], 0), elinewidth=0.8, capsize=2, label=kind,
@@ -413,17 +425,19 @@ def main(args: Args) -> int:
     tokenizer, longest = core.load_tokenizer(runtime.name), max(args.lengths) + core.QUESTION_TOKENS + args.max_new_tokens
     model_config = core.fit_window(core.load_config(runtime.name), runtime.name, longest)
     sentences = niah.cut_sentences(niah.read_haystack(HAYSTACK))
-    haystacks = [make_haystack(args, tokenizer, sentences, length) for length in dict.fromkeys(args.lengths)]
+    haystacks = [make_haystack(args, tokenizer, sentences, seed, length)
+                 for seed in args.seeds for length in dict.fromkeys(args.lengths)]
     files = open_files(args, runtime, haystacks)
     embedder = core.load_embedder("minilm")
     lm = load(runtime, model_config, tokenizer)
     facts = niah.run_facts(runtime) | {"script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     for haystack in haystacks:
         retriever = TimedRetriever(list(haystack.passages.values()), embedder)
-        for name, file in files.items():
-            ask_all(args, name, lm, haystack, retriever, file, facts)
+        for name in args.arms:
+            ask_all(args, name, lm, haystack, retriever, files[name, haystack.seed], facts)
     asked = {needle.case_id for haystack in haystacks for needle in haystack.needles}
-    cells = {name: summarise([row for row in file.rows if row["case_id"] in asked]) for name, file in files.items()}
+    rows = {name: [row for seed in args.seeds for row in files[name, seed].rows if row["case_id"] in asked] for name in args.arms}
+    cells = {name: summarise(own) for name, own in rows.items()}
     written = [str(file.path) for file in files.values()]
     ran = {name: cell for name, cell in cells.items() if cell["n"] > cell["failed"]}
     if args.plot and ran:

@@ -73,6 +73,8 @@ WAYS = [
     *((config, {}) for config in core.CONFIGS), ("L3", dict(evict_at="chunk")), ("L6", dict(keep=0.4, threshold=None)),
     ("L6", dict(keep=0.4, threshold=None, pooled=True, prune_at="prefill")),
     ("L7", dict(keep=0.4, threshold=None, evict_at="chunk", kv_budget="0.2")),
+    ("L3", dict(positions="rebased")), ("L3", dict(positions="rebased", evict_at="chunk")), ("L4", dict(positions="rebased")),
+    ("L6", dict(keep=0.4, threshold=None, positions="rebased")), ("L7", dict(positions="rebased")),
 ]
 
 
@@ -116,11 +118,12 @@ def test_what_a_sliding_window_forgets_while_answering_comes_back(start, monkeyp
         assert facts["answer"] == fresh["answer"] and facts["n_seen"] - len(conversation.documents) > core.STALE
 
 
+@pytest.mark.parametrize("positions", ["absolute", "rebased"])
 @pytest.mark.parametrize("config", ["L1", "L3", "L6", "L7"])
-def test_an_answer_that_breaks_off_leaves_no_trace(start, monkeypatch, config):
+def test_an_answer_that_breaks_off_leaves_no_trace(start, monkeypatch, config, positions):
     """Interrupted in the middle, the next question is answered as if nothing had been asked."""
     monkeypatch.setattr(core, "DECAY", 0.0)
-    conversation = start(config=config)
+    conversation = start(config=config, positions=positions)
 
     def interrupt(piece):
         raise KeyboardInterrupt
@@ -131,13 +134,15 @@ def test_an_answer_that_breaks_off_leaves_no_trace(start, monkeypatch, config):
         ask(conversation, "What of otters?", on_text=interrupt)
     if config != "L1":
         assert all(torch.equal(a, b) for a, b in zip(before, entries(conversation.cache), strict=True))
-    assert ask(conversation, "And comets?")["answer"] == ask(start(config=config), "And comets?")["answer"]
+    fresh = start(config=config, positions=positions)
+    assert ask(conversation, "And comets?")["answer"] == ask(fresh, "And comets?")["answer"]
 
 
+@pytest.mark.parametrize("positions", ["absolute", "rebased"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_an_evicted_passage_returns(start, tmp_path, on_disk):
+def test_an_evicted_passage_returns(start, tmp_path, on_disk, positions):
     """Evicted for the first question, paged in for the third with the very keys and values of its reading."""
-    conversation, full = start(page_dir=tmp_path if on_disk else None), start(config="L2")
+    conversation, full = start(page_dir=tmp_path if on_disk else None, positions=positions), start(config="L2")
     events = []
     first = ask(conversation, "What of otters?", events.append)
     ask(full, "What of otters?")

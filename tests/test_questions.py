@@ -52,7 +52,7 @@ def ran(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def haystack():
-    return questions.make_haystack(ARGS, core.load_tokenizer("tiny"), niah.cut_sentences(niah.read_haystack("prose")), 2400)
+    return questions.make_haystack(ARGS, core.load_tokenizer("tiny"), niah.cut_sentences(niah.read_haystack("prose")), 0, 2400)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_what_is_hidden(smollm2_tokenizer):
     sentences = niah.cut_sentences(niah.read_haystack("prose"))
     args, seen = questions.Args(), []
     for length in args.lengths:
-        one = questions.make_haystack(args, smollm2_tokenizer, sentences, length)
+        one = questions.make_haystack(args, smollm2_tokenizer, sentences, 0, length)
         assert abs(len(core.tokenise(smollm2_tokenizer, one.text)[0]) / length - 1) < 0.02
         assert "".join(one.passages.values()).split() == one.text.split()
         assert len({needle.question for needle in one.needles}) == len({needle.value for needle in one.needles}) == args.n == 20
@@ -142,7 +142,7 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(ran, tmp_path):
         replayed = [row | {"n_read": None, "kv_bytes_peak": None} for row in said(after)]
         assert replayed == [row | {"n_read": None, "kv_bytes_peak": None} for row in said(before)]
     with pytest.raises(niah.Refusal, match="other settings"):
-        questions.main(replace(ARGS, dtype="float32", out=tmp_path, arms=arms, seed=1))
+        questions.main(replace(ARGS, dtype="float32", out=tmp_path, arms=arms, n=3))
 
 
 def test_bootstrap_reads_the_rows(ran, capsys):
@@ -232,9 +232,10 @@ def test_the_picture_has_a_point_for_each_arm():
              for i, name in enumerate(questions.ARMS)}
     (axis,) = questions.draw(cells, "title").axes
     points = {container.get_label(): list(zip(*container.lines[0].get_data())) for container in axis.containers}
-    assert points.keys() == {"L2", "L3", "history", "rag", "reread"}
-    assert points["L3"] == [pytest.approx((0.1 * (i + 1), 4 + i)) for i in (1, 2, 3)]
-    assert [text.get_text() for text in axis.texts] == [f"{i} MiB" for i in range(9)]
+    assert points.keys() == {"L2", "L3", "L3, rebased", "history", "rag", "reread"}
+    for kind, own in (("L3", (1, 2, 3)), ("L3, rebased", (4, 5, 6))):
+        assert points[kind] == [pytest.approx((0.1 * (i + 1), 4 + i)) for i in own]
+    assert [text.get_text() for text in axis.texts] == [f"{i} MiB" for i in range(12)]
 
 
 def test_a_question_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
