@@ -105,7 +105,8 @@ class PolicyArgs(ModelArgs):
     evict_at: str = "pre-decode"
     """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
     positions: str = "absolute"
-    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), or rebased (together, right before the question)"""
+    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), rebased (together, right before the question), or
+    ranked (the same, with the passages of L3 and L7 in order, the best last)"""
     scorer: str = "kvzap-mlp"
     """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     threshold: float | None = None
@@ -273,10 +274,14 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     for name in names:
         check_choice("--config", name, CONFIGS)
     check_choice("--evict-at", args.evict_at, ("pre-decode", "chunk"))
-    check_choice("--positions", args.positions, ("absolute", "rebased"))
+    check_choice("--positions", args.positions, ("absolute", "rebased", "ranked"))
     check_choice("--scorer", args.scorer, SCORERS)
     check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
     check_positive(args, "chunk_size", "max_new_tokens", "window")
+    single = [name for name in names if CONFIGS[name].evict == "key-norm" or CONFIGS[name] == CONFIGS["L6"]]
+    if args.positions == "ranked" and single:
+        raise Refusal(f"--positions ranked puts passages in order, but {', '.join(single)} keeps single entries; "
+                      "pass --positions rebased")
     if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
         raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
                       "choose another scorer")
@@ -778,10 +783,10 @@ class KVBuffer:
             tensor[:, self.length : stop] = added
         self.length = stop
 
-    def keep(self, index: torch.Tensor) -> None:
+    def keep(self, index: torch.Tensor, leaves_gaps: bool = True) -> None:
         """Keep the columns `index` (h, n), ascending in each row, and free the storage of all others."""
         h, capacity = self.positions.shape
-        self.has_gaps = True
+        self.has_gaps |= leaves_gaps
         rows = (index + capacity * torch.arange(h, device=index.device)[:, None]).flatten()
         self.length = index.shape[1]
         self._hold([t.flatten(0, 1).index_select(0, rows).unflatten(0, index.shape) for t in self.tensors()])
@@ -798,11 +803,6 @@ class KVBuffer:
         self.length = first + len(stay)
         for tensor in self.tensors():
             tensor[:, first : self.length] = tensor[:, stay]
-
-    def forget(self, n: int) -> None:
-        """Free the first n columns, which leaves no gap."""
-        self.length -= n
-        self._store([tensor[:, n:] for tensor in self.tensors()], self.length)
 
     def compact(self) -> None:
         """Free the room of what was dropped."""
@@ -880,11 +880,12 @@ class PagedLayer(CacheLayerMixin):
         self.seen, self.at = self.seen + n_new, self.at + n_new
         return key_states, value_states
 
-    def attended(self, buffer: KVBuffer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attended(self, buffer: KVBuffer, line: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys (h, S, D), values (h, S, D) and positions (h, S) of a buffer as attention has them.
 
         Where positions are re-based, the entries stand together, the last right before the next token: each key is turned from
-        where it was read. What is stored stays as it was read, so that no number of moves adds to the rounding of one.
+        where it was read. What is stored stays as it was read, so that no number of moves adds to the rounding of one. They stand
+        in the order in which they were read, or in that of the numbers which `line` (seen,) gives to the tokens.
         """
         keys, values, positions = buffer.entries()
         if self.inv_freq is None:
@@ -892,8 +893,10 @@ class PagedLayer(CacheLayerMixin):
         read_at = buffer.read_at[:, : buffer.length]
         if not self.moves:
             return keys, values, read_at
-        stands = torch.arange(self.at - buffer.length, self.at, dtype=torch.int32, device=keys.device)
-        return turn(keys, stands - read_at, self.inv_freq), values, stands.expand_as(read_at)
+        stands = torch.arange(self.at - buffer.length, self.at, dtype=torch.int32, device=keys.device).expand_as(read_at)
+        if line is not None:
+            stands = stands.gather(1, line.to(keys.device)[positions.long()].argsort(dim=1).argsort(dim=1))
+        return turn(keys, stands - read_at, self.inv_freq), values, stands
 
     def attend(self, query: torch.Tensor, scaling: float, window: int | None, softcap: float | None) -> torch.Tensor:
         """Attention of the chunk just appended, query (1, H, T, D) -> (1, T, H, D)."""
@@ -906,9 +909,9 @@ class PagedLayer(CacheLayerMixin):
             self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             for buffer, (_, _, positions) in zip(self.buffers, held):
-                stale = int((positions <= self.at - window).sum(dim=1).min())  # no later query of the sliding window sees them
-                if stale >= (1 if query.shape[2] > 1 or self.is_loose else STALE):
-                    buffer.forget(stale)
+                n = int((positions > self.at - window).sum(dim=1).max())  # a later query of the sliding window sees no others
+                if buffer.length - n >= (1 if query.shape[2] > 1 or self.is_loose else STALE):
+                    buffer.keep(positions.topk(n, dim=1).indices.sort(dim=1).values, leaves_gaps=False)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def get_seq_length(self) -> int:
@@ -954,16 +957,17 @@ class PagedCache(Cache):
         return self.layers[0].at
 
     @torch.inference_mode()
-    def settle(self) -> None:
-        """Turn what is held for good to where it stands, so that decoding turns nothing.
+    def settle(self, line: torch.Tensor | None = None) -> None:
+        """Turn what is held for good to where it stands, in order of `line` (seen,) where that is given; decoding turns nothing.
 
         What comes after stands behind it, and what then leaves gaps leaves them open, until the cache is rewound. Who will move
         the entries once more needs a page of them from before, as they were read.
         """
         self.next_position()
         for layer in self.layers:
+            layer.moves |= line is not None and self.is_rebased and not self.is_settled
             for buffer in layer.buffers if layer.moves else ():
-                keys, _, stands = layer.attended(buffer)
+                keys, _, stands = layer.attended(buffer, line)
                 buffer.keys[:, : buffer.length], buffer.read_at[:, : buffer.length] = keys, stands
             layer.moves = layer.is_loose = False
         self.is_settled = self.is_rebased
@@ -1472,6 +1476,17 @@ class RAGAwarePager(Evictor):
     def retention(self, name: str) -> float:
         return self.scores[name] * math.exp(-DECAY * self.lags[name])
 
+    def line(self, n: int) -> torch.Tensor:
+        """Of n tokens the order in which they stand in line: the segments by retention, the best last; all else around them."""
+        first = min((start for start, _ in self.spans.values()), default=n)
+        line, at = torch.arange(n), first
+        line[first:] += n
+        for name in sorted(self.spans, key=self.retention):
+            start, stop = self.spans[name][0], min(self.spans[name][1], n)
+            line[start:stop] = torch.arange(at, at + stop - start)
+            at += stop - start
+        return line
+
     def sizes(self, cache: PagedCache) -> tuple[dict[str, int], int]:
         """Entries of each segment, read so far at least in part and to be had; and of all else. Both over all heads.
 
@@ -1639,14 +1654,19 @@ class MoveTogether(Policy):
     """Re-based positions: moves what is kept together, for good, once all is evicted; stands behind what evicts.
 
     While the prompt is read nothing needs to be done: the cache turns its keys as each chunk looks at them. StreamingLLM
-    (arXiv:2309.17453) numbers the entries of its cache in this way; its keys are kept unrotated and turned at every step.
+    (arXiv:2309.17453) numbers the entries of its cache in this way; its keys are kept unrotated and turned at every step. With a
+    pager the passages are put in order of their retention, the best right before the question: where a relevant one stands
+    decides how well it is read (Lost in the Middle, arXiv:2307.03172).
     """
 
+    def __init__(self, pager: RAGAwarePager | None = None):
+        self.pager = pager
+
     def before_decode(self, cache: PagedCache) -> None:
-        cache.settle()
+        cache.settle(None if self.pager is None else self.pager.line(cache.get_seq_length()))
 
     def facts(self) -> dict:
-        return {"positions": "rebased"}
+        return {"positions": "rebased" if self.pager is None else "ranked"}
 
 
 KVZAP_HUB = {  # published surrogates, "{}" standing for linear or mlp
@@ -1710,8 +1730,9 @@ def make_policy(args, config: Config, prompt: Prompt, budget: int | None, scores
             policies[-1].retrieve(scores)
     if config.prune:
         policies.append(Pruner(args.scorer, args.window, args.threshold, args.keep, args.pooled, args.prune_at == "chunk"))
-    if policies and args.positions == "rebased":
-        policies.append(MoveTogether())
+    if policies and args.positions != "absolute":
+        pager = policies[0] if isinstance(policies[0], RAGAwarePager) and args.positions == "ranked" else None
+        policies.append(MoveTogether(pager))
     return InTurn(*policies)
 
 
@@ -1727,7 +1748,7 @@ def make_cache(args, config: Config, model, n_tokens: int, budget: int | None, s
     """A cache with room for what a configuration will hold at its peak, so that reading does not regrow it."""
     if config.stock:
         return DynamicCache(config=model.config)
-    moved = args.positions == "rebased" and (config.prune or config.evict != "nothing")
+    moved = args.positions != "absolute" and (config.prune or config.evict != "nothing")
     inv_freqs = rotary_frequencies(model) if moved else None
     if config.prune:
         scorers = make_scorers(args.scorer, model.config, surrogates)
@@ -1743,7 +1764,7 @@ def is_endless(args, config: Config) -> bool:
 
     Where a pruner lets each head keep its own number, one of them may keep all.
     """
-    return (args.positions == "rebased" and args.evict_at == "chunk" and args.kv_budget != "none"
+    return (args.positions != "absolute" and args.evict_at == "chunk" and args.kv_budget != "none"
             and config.evict != "nothing" and not config.prune)
 
 
@@ -2336,7 +2357,7 @@ FLAGS = (  # in the order of a file's name, after the task's own; lengths are no
     Flag("chunk_size", "chunk{}".format, lambda args, config: not config.stock),
     Flag("kv_budget", "budget{}".format, lambda args, config: config.evict != "nothing"),
     Flag("evict_at", lambda value: "inflight", lambda args, config: config.evict != "nothing"),
-    Flag("positions", str, lambda args, config: args.positions == "rebased" and (config.prune or config.evict != "nothing"),
+    Flag("positions", str, lambda args, config: args.positions != "absolute" and (config.prune or config.evict != "nothing"),
          optional=True),
     Flag("scorer", str, lambda args, config: config.prune, optional=True),
     Flag("kvzap", lambda value: Path(value).name, lambda args, config: config.prune, hashed=False),  # its parameters count

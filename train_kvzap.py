@@ -105,7 +105,8 @@ class PolicyArgs(ModelArgs):
     evict_at: str = "pre-decode"
     """when they evict: pre-decode, or chunk (in flight: the peak stays at budget + one chunk)"""
     positions: str = "absolute"
-    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), or rebased (together, right before the question)"""
+    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), rebased (together, right before the question), or
+    ranked (the same, with the passages of L3 and L7 in order, the best last)"""
     scorer: str = "kvzap-mlp"
     """what L6 and L7 score an entry by: kvzap-mlp, kvzap-linear, kvzip+, kvzip, key-norm, streaming or random"""
     threshold: float | None = None
@@ -734,10 +735,10 @@ class KVBuffer:
             tensor[:, self.length : stop] = added
         self.length = stop
 
-    def keep(self, index: torch.Tensor) -> None:
+    def keep(self, index: torch.Tensor, leaves_gaps: bool = True) -> None:
         """Keep the columns `index` (h, n), ascending in each row, and free the storage of all others."""
         h, capacity = self.positions.shape
-        self.has_gaps = True
+        self.has_gaps |= leaves_gaps
         rows = (index + capacity * torch.arange(h, device=index.device)[:, None]).flatten()
         self.length = index.shape[1]
         self._hold([t.flatten(0, 1).index_select(0, rows).unflatten(0, index.shape) for t in self.tensors()])
@@ -754,11 +755,6 @@ class KVBuffer:
         self.length = first + len(stay)
         for tensor in self.tensors():
             tensor[:, first : self.length] = tensor[:, stay]
-
-    def forget(self, n: int) -> None:
-        """Free the first n columns, which leaves no gap."""
-        self.length -= n
-        self._store([tensor[:, n:] for tensor in self.tensors()], self.length)
 
     def compact(self) -> None:
         """Free the room of what was dropped."""
@@ -836,11 +832,12 @@ class PagedLayer(CacheLayerMixin):
         self.seen, self.at = self.seen + n_new, self.at + n_new
         return key_states, value_states
 
-    def attended(self, buffer: KVBuffer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attended(self, buffer: KVBuffer, line: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys (h, S, D), values (h, S, D) and positions (h, S) of a buffer as attention has them.
 
         Where positions are re-based, the entries stand together, the last right before the next token: each key is turned from
-        where it was read. What is stored stays as it was read, so that no number of moves adds to the rounding of one.
+        where it was read. What is stored stays as it was read, so that no number of moves adds to the rounding of one. They stand
+        in the order in which they were read, or in that of the numbers which `line` (seen,) gives to the tokens.
         """
         keys, values, positions = buffer.entries()
         if self.inv_freq is None:
@@ -848,8 +845,10 @@ class PagedLayer(CacheLayerMixin):
         read_at = buffer.read_at[:, : buffer.length]
         if not self.moves:
             return keys, values, read_at
-        stands = torch.arange(self.at - buffer.length, self.at, dtype=torch.int32, device=keys.device)
-        return turn(keys, stands - read_at, self.inv_freq), values, stands.expand_as(read_at)
+        stands = torch.arange(self.at - buffer.length, self.at, dtype=torch.int32, device=keys.device).expand_as(read_at)
+        if line is not None:
+            stands = stands.gather(1, line.to(keys.device)[positions.long()].argsort(dim=1).argsort(dim=1))
+        return turn(keys, stands - read_at, self.inv_freq), values, stands
 
     def attend(self, query: torch.Tensor, scaling: float, window: int | None, softcap: float | None) -> torch.Tensor:
         """Attention of the chunk just appended, query (1, H, T, D) -> (1, T, H, D)."""
@@ -862,9 +861,9 @@ class PagedLayer(CacheLayerMixin):
             self.observe(self, groups, None if sums[0] is None else torch.cat(sums), scaling)
         if window is not None:
             for buffer, (_, _, positions) in zip(self.buffers, held):
-                stale = int((positions <= self.at - window).sum(dim=1).min())  # no later query of the sliding window sees them
-                if stale >= (1 if query.shape[2] > 1 or self.is_loose else STALE):
-                    buffer.forget(stale)
+                n = int((positions > self.at - window).sum(dim=1).max())  # a later query of the sliding window sees no others
+                if buffer.length - n >= (1 if query.shape[2] > 1 or self.is_loose else STALE):
+                    buffer.keep(positions.topk(n, dim=1).indices.sort(dim=1).values, leaves_gaps=False)
         return torch.cat([out for out, _ in parts]).flatten(0, 1).transpose(0, 1)[None]
 
     def get_seq_length(self) -> int:
@@ -910,16 +909,17 @@ class PagedCache(Cache):
         return self.layers[0].at
 
     @torch.inference_mode()
-    def settle(self) -> None:
-        """Turn what is held for good to where it stands, so that decoding turns nothing.
+    def settle(self, line: torch.Tensor | None = None) -> None:
+        """Turn what is held for good to where it stands, in order of `line` (seen,) where that is given; decoding turns nothing.
 
         What comes after stands behind it, and what then leaves gaps leaves them open, until the cache is rewound. Who will move
         the entries once more needs a page of them from before, as they were read.
         """
         self.next_position()
         for layer in self.layers:
+            layer.moves |= line is not None and self.is_rebased and not self.is_settled
             for buffer in layer.buffers if layer.moves else ():
-                keys, _, stands = layer.attended(buffer)
+                keys, _, stands = layer.attended(buffer, line)
                 buffer.keys[:, : buffer.length], buffer.read_at[:, : buffer.length] = keys, stands
             layer.moves = layer.is_loose = False
         self.is_settled = self.is_rebased

@@ -1,5 +1,6 @@
 """Several questions about documents that are read once: what returns, what is left out, and that the transcript is right."""
 
+import itertools
 import json
 import zlib
 
@@ -75,6 +76,7 @@ WAYS = [
     ("L7", dict(keep=0.4, threshold=None, evict_at="chunk", kv_budget="0.2")),
     ("L3", dict(positions="rebased")), ("L3", dict(positions="rebased", evict_at="chunk")), ("L4", dict(positions="rebased")),
     ("L6", dict(keep=0.4, threshold=None, positions="rebased")), ("L7", dict(positions="rebased")),
+    ("L3", dict(positions="ranked")), ("L7", dict(positions="ranked", evict_at="chunk")),
 ]
 
 
@@ -118,8 +120,8 @@ def test_what_a_sliding_window_forgets_while_answering_comes_back(start, monkeyp
         assert facts["answer"] == fresh["answer"] and facts["n_seen"] - len(conversation.documents) > core.STALE
 
 
-@pytest.mark.parametrize("positions", ["absolute", "rebased"])
-@pytest.mark.parametrize("config", ["L1", "L3", "L6", "L7"])
+@pytest.mark.parametrize("config, positions", [
+    *itertools.product(("L1", "L3", "L6", "L7"), ("absolute", "rebased")), ("L3", "ranked"), ("L7", "ranked")])
 def test_an_answer_that_breaks_off_leaves_no_trace(start, monkeypatch, config, positions):
     """Interrupted in the middle, the next question is answered as if nothing had been asked."""
     monkeypatch.setattr(core, "DECAY", 0.0)
