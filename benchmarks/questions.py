@@ -37,17 +37,19 @@ cognito_run.py cuts documents, and all arms have the same passages and the same 
     L2                  the full cache, rewound after every answer
     L3-budget*          the best passages by the pager, within a share of the text; the others wait as pages on the host
     L3-budget*-rebased  the same, moved together right before the question
+    L3-budget*-ranked   and in order, the best passage last
     history             L2 with all earlier exchanges before the question; they are read again each time
 
 The stock cache, in one shot and empty at every question, reads again:
 
     rag-budget*         plain RAG: the best passages that fit the same share of the text, hence the same KV
+    rag-budget*-ranked  the same in order, the best passage last
     reread              the whole text
 
 Seconds to the first token count from the moment that the question is put, retrieval and paging included (`retrieval_s` is the
 retriever's part); the first question about a text pays for the one reading, which the table's mean has in it.
 
-    uv run benchmarks/questions.py --plot                                         # SmolLM2: 40 questions to each of 12 arms
+    uv run benchmarks/questions.py --plot                                         # SmolLM2: 40 questions to each of 18 arms
     uv run benchmarks/questions.py --seeds 0 1 2 --arms L2 rag-budget0.1          # 120 questions to each of these two
     uv run benchmarks/questions.py --model tiny --n 3 --lengths 2400 --out /tmp/q # does it run at all
     uv run bootstrap.py results/questions --compare L3-budget0.2 rag-budget0.2    # two arms, question by question
@@ -64,6 +66,7 @@ import json
 import logging
 import os
 import random
+import re
 import statistics
 import sys
 import traceback
@@ -108,10 +111,14 @@ class Arm:
 
 BUDGETS = ("0.4", "0.2", "0.1")
 ARMS = {  # by the names of their files
-    "L2": Arm("L2"), **{f"L3-budget{budget}": Arm("L3", budget) for budget in BUDGETS},
+    "L2": Arm("L2"),
+    **{f"L3-budget{budget}": Arm("L3", budget) for budget in BUDGETS},
     **{f"L3-budget{budget}-rebased": Arm("L3", budget, positions="rebased") for budget in BUDGETS},
+    **{f"L3-budget{budget}-ranked": Arm("L3", budget, positions="ranked") for budget in BUDGETS},
     "history": Arm("L2", is_chat=True),
-    **{f"rag-budget{budget}": Arm("L1", budget, anew=True) for budget in BUDGETS}, "reread": Arm("L1", anew=True),
+    **{f"rag-budget{budget}": Arm("L1", budget, anew=True) for budget in BUDGETS},
+    **{f"rag-budget{budget}-ranked": Arm("L1", budget, anew=True, positions="ranked") for budget in BUDGETS},
+    "reread": Arm("L1", anew=True),
 }
 
 
@@ -232,8 +239,10 @@ class Anew:
 
     def ask(self, question: str, on_text: Callable[[str], None], trace: core.Trace | None) -> dict:
         """Answer a question; the facts are those of a Conversation."""
-        names = self.passages.keys() if self.budget is None else self.best(question)
-        read = {name: passage for name, passage in self.passages.items() if name in names}  # in the text's order
+        names = [*self.passages] if self.budget is None else self.best(question)
+        if self.args.positions != "ranked":
+            names.sort(key=[*self.passages].index)  # in the text's order
+        read = {name: self.passages[name] for name in names}
         input_ids = core.ask_prompt(self.lm.tokenizer, read, question, self.config).input_ids
         n_tokens = len(input_ids) + self.args.max_new_tokens
         cache = core.make_cache(self.args, self.config, self.lm.model, n_tokens, None)
@@ -246,16 +255,16 @@ class Anew:
                 "itl_ms_mean": statistics.mean(result.itl_s) * 1e3 if result.itl_s else None,
                 "passages": [{"passage": name, "state": "resident"} for name in read]}
 
-    def best(self, question: str) -> set[str]:
-        """The passages that the pager would want, were every question the first."""
+    def best(self, question: str) -> list[str]:
+        """The passages that the pager would want, were every question the first; the best last."""
         scores = dict(zip(self.passages, self.retriever.rank(question).tolist()))
-        room, names = self.budget, set()
+        room, names = self.budget, []
         for name in sorted(scores, key=scores.get, reverse=True):
             room -= self.sizes[name]
             if room < 0:
                 break
-            names.add(name)
-        return names
+            names.append(name)
+        return names[::-1]
 
 
 def make_reader(args: Args, arm: Arm, lm: core.LM, haystack: Haystack, retriever: TimedRetriever):
@@ -335,7 +344,7 @@ def ask_all(args: Args, name: str, lm: core.LM, haystack: Haystack, retriever: T
                 "haystack": HAYSTACK, "context_length": haystack.length, "depth_percent": needle.depth_percent,
                 "question": needle.question, "answers": [needle.value], "question_aware": arm.by_rank,
                 "kv_budget": arm.kv_budget if arm.by_rank else None, "retriever": RETRIEVER if arm.by_rank else None,
-                **({"positions": "rebased"} if arm.positions == "rebased" else {}),
+                **({} if arm.positions == "absolute" else {"positions": arm.positions}),
                 "created": datetime.now(UTC).isoformat(timespec="seconds")}
             try:
                 row |= put(reader, needle, haystack, retriever, lm)
@@ -362,8 +371,8 @@ def report(runtime: core.Runtime, cells: dict[str, dict], written: list[str]) ->
     columns = ("arm", "right", "passage there", "first token", "retrieval", "mean", "of RAG's", "tokens read", "KV decode")
     print("\n{:21}{:>8}{:>15}{:>13}{:>11}{:>10}{:>10}{:>13}{:>12}".format(*columns))
     for name, cell in cells.items():
-        rag = cells.get(name.replace("L3", "rag").removesuffix("-rebased"), {}).get("ttft_s")
-        cell["ttft_ratio"] = cell["ttft_s"] / rag if name.startswith("L3") and rag and cell["ttft_s"] else None
+        rag = cells.get(f"rag-{name.split('-')[1]}" if name.startswith("L3") else "", {}).get("ttft_s")
+        cell["ttft_ratio"] = cell["ttft_s"] / rag if rag and cell["ttft_s"] else None
         ratio = "" if cell["ttft_ratio"] is None else f"{cell['ttft_ratio']:.2f}"
         if cell["n"] > cell["failed"]:
             print(f"{name:21}{cell['right']:5}/{cell['n'] - cell['failed']:<2}{cell['needle_kept']:12}/{cell['n']:<2}"
@@ -379,7 +388,7 @@ def draw(cells: dict[str, dict], title: str):
     from matplotlib.ticker import LogLocator
 
     figure, (axis,) = bootstrap.grid(1, 6.2, 3.8)
-    kind_of = {name: name.partition("-")[0] + ", rebased" * name.endswith("-rebased") for name in cells}
+    kind_of = {name: re.sub(r"-budget[\d.]+", "", name) for name in cells}
     kinds = list(dict.fromkeys(kind_of.values()))
     for kind in kinds:
         own = [cell for name, cell in cells.items() if kind_of[name] == kind]

@@ -106,8 +106,10 @@ def test_what_each_arm_reads_and_holds(ran, haystack):
     assert all(row["n_read"] > n_text for row in rows["reread"]) and all(row["retrieval_s"] == 0 for row in rows["reread"])
     growth = [row["n_seen"] - row["n_read"] for row in rows["history"][1:]], [row["n_read"] for row in rows["history"][1:]]
     assert max(growth[0]) - min(growth[0]) < ARGS.max_new_tokens and all(a < b for a, b in itertools.pairwise(growth[1]))
-    for budget in questions.BUDGETS:
-        for row, rag, n in zip(rows[f"L3-budget{budget}"], rows[f"rag-budget{budget}"], beside):
+    for budget, positions in itertools.product(questions.BUDGETS, ("", "-rebased", "-ranked")):
+        rag = f"rag-budget{budget}{positions.replace('-rebased', '')}"
+        for row, rag, n in zip(rows[f"L3-budget{budget}{positions}"], rows[rag], beside):
+            assert row.get("positions") == (positions[1:] or None)
             room = float(budget) * n_text + n + ARGS.max_new_tokens
             assert row["kv_budget"] == rag["kv_budget"] == budget and row["question_aware"] and rag["question_aware"]
             assert rag["n_read"] <= room and rag["kv_bytes_decode"] <= room * ENTRY_BYTES
@@ -155,10 +157,11 @@ def test_bootstrap_reads_the_rows(ran, capsys):
         bootstrap.main(bootstrap.Args((folder.parents[1],)))
 
 
-def test_rag_answers_from_the_best_passages_alone(lm, haystack):
+@pytest.mark.parametrize("positions", ["absolute", "ranked"])
+def test_rag_answers_from_the_best_passages_alone(lm, haystack, positions):
     """Chosen and decoded by a naive reference, which reads the whole prompt for every token."""
     retriever = core.HybridRetriever(list(haystack.passages.values()), BagOfWords())
-    args = core.Args(config="L1", kv_budget="0.2", max_new_tokens=6)
+    args = core.Args(config="L1", kv_budget="0.2", max_new_tokens=6, positions=positions)
     for needle in haystack.needles[:2]:
         best = sorted(zip(retriever.rank(needle.question), haystack.passages.items()), key=lambda pair: -pair[0])
         kept, budget = [], 0.2 * sum(map(len, haystack.passages.values()))  # a token per character here
@@ -166,7 +169,8 @@ def test_rag_answers_from_the_best_passages_alone(lm, haystack):
             if sum(map(len, kept)) + len(text) > budget:
                 break
             kept.append(text)
-        content = core.INSTRUCTION + "".join(text for text in haystack.passages.values() if text in kept)
+        ordered = kept[::-1] if positions == "ranked" else [text for text in haystack.passages.values() if text in kept]
+        content = core.INSTRUCTION + "".join(ordered)
         content += core.QUESTION.format(question=needle.question)
         rendered = core.render_chat(lm.tokenizer, [{"role": "user", "content": content}])
         tokens, answer = lm.tokenizer(rendered, add_special_tokens=False)["input_ids"], []
@@ -232,10 +236,10 @@ def test_the_picture_has_a_point_for_each_arm():
              for i, name in enumerate(questions.ARMS)}
     (axis,) = questions.draw(cells, "title").axes
     points = {container.get_label(): list(zip(*container.lines[0].get_data())) for container in axis.containers}
-    assert points.keys() == {"L2", "L3", "L3, rebased", "history", "rag", "reread"}
-    for kind, own in (("L3", (1, 2, 3)), ("L3, rebased", (4, 5, 6))):
+    assert points.keys() == {"L2", "L3", "L3-rebased", "L3-ranked", "history", "rag", "rag-ranked", "reread"}
+    for kind, own in (("L3", (1, 2, 3)), ("L3-rebased", (4, 5, 6)), ("L3-ranked", (7, 8, 9))):
         assert points[kind] == [pytest.approx((0.1 * (i + 1), 4 + i)) for i in own]
-    assert [text.get_text() for text in axis.texts] == [f"{i} MiB" for i in range(12)]
+    assert [text.get_text() for text in axis.texts] == [f"{i} MiB" for i in range(18)]
 
 
 def test_a_question_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
