@@ -199,6 +199,9 @@ class EvalArgs(PolicyArgs):
 class Args(PolicyArgs):
     """Ask questions about documents with a paged KV cache."""
 
+    positions: str = "ranked"
+    """where what L3, L4, L6 and L7 keep stands: absolute (where it was read), rebased (together, right before the question), or
+    ranked (the same, with the passages of L3 and L7 in order, the best last)"""
     kv_budget: str = "0.4"
     """what L3, L4 and L7 keep of the passages: a fraction (0.4), entries (4096), bytes (512MiB) or none; documents of up to 512
     tokens are kept whole, and instruction, question and answer come on top"""
@@ -332,10 +335,6 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     check_choice("--scorer", args.scorer, SCORERS)
     check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
     check_positive(args, "chunk_size", "max_new_tokens", "window")
-    single = [name for name in names if CONFIGS[name].evict == "key-norm" or CONFIGS[name] == CONFIGS["L6"]]
-    if args.positions == "ranked" and single:
-        raise Refusal(f"--positions ranked puts passages in order, but {', '.join(single)} keeps single entries; "
-                      "pass --positions rebased")
     if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
         raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
                       "choose another scorer")

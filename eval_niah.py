@@ -278,10 +278,6 @@ def check_policy(args, names: list[str], oracles: tuple[str, ...] = ()) -> None:
     check_choice("--scorer", args.scorer, SCORERS)
     check_choice("--prune-at", args.prune_at, ("chunk", "prefill"))
     check_positive(args, "chunk_size", "max_new_tokens", "window")
-    single = [name for name in names if CONFIGS[name].evict == "key-norm" or CONFIGS[name] == CONFIGS["L6"]]
-    if args.positions == "ranked" and single:
-        raise Refusal(f"--positions ranked puts passages in order, but {', '.join(single)} keeps single entries; "
-                      "pass --positions rebased")
     if args.scorer.startswith("kvzip") and args.scorer not in oracles and any(CONFIGS[name].prune for name in names):
         raise Refusal(f"--scorer {args.scorer} has the model repeat the whole prompt, which only eval_niah.py does; "
                       "choose another scorer")
@@ -2413,6 +2409,10 @@ def check_run(args, oracles: tuple[str, ...] = ()) -> list[str]:
     if not args.lengths or min(args.lengths) < 1:
         raise Refusal(f"--lengths {list(args.lengths)} makes no case; give positive numbers")
     check_choice("--context-order", args.context_order, CONTEXT_ORDERS)
+    single = [name for name in names if CONFIGS[name].evict == "key-norm" or CONFIGS[name] == CONFIGS["L6"]]
+    if args.positions == "ranked" and single:
+        raise Refusal(f"--positions ranked puts passages in order, but {', '.join(single)} keeps single entries; "
+                      "pass --positions rebased")
     if args.out is not None and len(names) > 1:
         raise Refusal("--out takes one configuration, got --config all; leave --out away, or name one --config")
     if args.trace is not None:

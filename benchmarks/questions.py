@@ -137,7 +137,7 @@ class Args(core.ModelArgs):
     max_new_tokens: int = 32
     """longest answer"""
     seeds: tuple[int, ...] = (0,)
-    """of the texts, the numbers and the order of the questions; each has files of its own"""
+    """of the texts, the numbers and the order of the questions"""
     out: Path | None = None
     """folder of the rows; default results/questions/<model>"""
     fresh: bool = False
@@ -302,22 +302,23 @@ def left(arm: Arm, file: niah.RecordFile, needles: list[Needle]) -> list[Needle]
     return missing if arm.anew or not missing else needles[: needles.index(missing[-1]) + 1]
 
 
-def open_files(args: Args, runtime: core.Runtime, haystacks: list[Haystack]) -> dict[tuple[str, int], niah.RecordFile]:
-    """The file of each arm and seed; its settings are all that changes an answer."""
+def open_files(args: Args, runtime: core.Runtime, first: list[Haystack]) -> dict[str, niah.RecordFile]:
+    """Each arm's file; its settings are all that changes an answer.
+
+    A file may gain other seeds: the texts of the first, seed 0, stand for how all are drawn and cut.
+    """
     folder = args.out or ROOT / "results" / TASK / core.model_folder(runtime)
     shared = {"task": TASK, "model": runtime.name, "device": runtime.device.type, "dtype": str(runtime.dtype),
-              "quant": runtime.quant, "n": args.n, "max_new_tokens": args.max_new_tokens,
-              "wording": niah.digest(core.INSTRUCTION + core.QUESTION + QUESTION + niah.NEEDLE)}
+              "quant": runtime.quant, "seed": 0, "n": args.n, "max_new_tokens": args.max_new_tokens,
+              "wording": niah.digest(core.INSTRUCTION + core.QUESTION + QUESTION + niah.NEEDLE),
+              "passages": {haystack.length: niah.digest("\0".join(haystack.passages.values())) for haystack in first}}
     files = {}
-    for name, seed in itertools.product(args.arms, args.seeds):
-        own = asdict(ARMS[name]) | {"seed": seed, "chunk_size": None if ARMS[name].anew else args.chunk_size,
-                                    "retriever": RETRIEVER if ARMS[name].by_rank else None}
-        own["passages"] = {haystack.length: niah.digest("\0".join(haystack.passages.values()))
-                           for haystack in haystacks if haystack.seed == seed}
-        if ARMS[name].positions == "absolute":  # the only positions that there were when the first rows were written
+    for name in args.arms:
+        arm = ARMS[name]
+        own = asdict(arm) | {"chunk_size": None if arm.anew else args.chunk_size, "retriever": RETRIEVER if arm.by_rank else None}
+        if arm.positions == "absolute":  # when the first rows were written there were no others
             del own["positions"]
-        path = folder / f"{name}{f'-seed{seed}' if seed else ''}.jsonl"
-        files[name, seed] = niah.RecordFile(path, shared | own, args.fresh)
+        files[name] = niah.RecordFile(folder / f"{name}.jsonl", shared | own, args.fresh)
     return files
 
 
@@ -434,19 +435,19 @@ def main(args: Args) -> int:
     tokenizer, longest = core.load_tokenizer(runtime.name), max(args.lengths) + core.QUESTION_TOKENS + args.max_new_tokens
     model_config = core.fit_window(core.load_config(runtime.name), runtime.name, longest)
     sentences = niah.cut_sentences(niah.read_haystack(HAYSTACK))
-    haystacks = [make_haystack(args, tokenizer, sentences, seed, length)
-                 for seed in args.seeds for length in dict.fromkeys(args.lengths)]
-    files = open_files(args, runtime, haystacks)
+    first, *others = ([make_haystack(args, tokenizer, sentences, seed, length) for length in dict.fromkeys(args.lengths)]
+                      for seed in dict.fromkeys((0, *args.seeds)))
+    haystacks = [haystack for haystack in itertools.chain(first, *others) if haystack.seed in args.seeds]
+    files = open_files(args, runtime, first)
     embedder = core.load_embedder("minilm")
     lm = load(runtime, model_config, tokenizer)
     facts = niah.run_facts(runtime) | {"script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     for haystack in haystacks:
         retriever = TimedRetriever(list(haystack.passages.values()), embedder)
-        for name in args.arms:
-            ask_all(args, name, lm, haystack, retriever, files[name, haystack.seed], facts)
+        for name, file in files.items():
+            ask_all(args, name, lm, haystack, retriever, file, facts)
     asked = {needle.case_id for haystack in haystacks for needle in haystack.needles}
-    rows = {name: [row for seed in args.seeds for row in files[name, seed].rows if row["case_id"] in asked] for name in args.arms}
-    cells = {name: summarise(own) for name, own in rows.items()}
+    cells = {name: summarise([row for row in file.rows if row["case_id"] in asked]) for name, file in files.items()}
     written = [str(file.path) for file in files.values()]
     ran = {name: cell for name, cell in cells.items() if cell["n"] > cell["failed"]}
     if args.plot and ran:

@@ -45,7 +45,7 @@ def start(passages):
         config.max_position_embeddings, config.initializer_range = window, 0.2
         lm = core.load_model(core.resolve_runtime("tiny", "cpu", "float32", "none"), config, tokenizer)
         retriever = core.HybridRetriever(list(passages.values()), BagOfWords())
-        args = core.Args(**dict(max_new_tokens=N_NEW, scorer="streaming", threshold=1800.0, window=64) | given)
+        args = core.Args(**dict(max_new_tokens=N_NEW, scorer="streaming", threshold=1800.0, window=64, positions="absolute") | given)
         return core.Conversation(args, lm, passages, retriever, core.PageStore(args.page_dir))
 
     return start

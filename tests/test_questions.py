@@ -147,6 +147,16 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(ran, tmp_path):
         questions.main(replace(ARGS, dtype="float32", out=tmp_path, arms=arms, n=3))
 
 
+def test_a_file_gains_other_seeds(ran, tmp_path):
+    """Their texts and questions are others; what was there stays."""
+    folder, arm = ran[0], ("rag-budget0.2",)
+    (tmp_path / "rag-budget0.2.jsonl").write_bytes((folder / "rag-budget0.2.jsonl").read_bytes())
+    assert questions.main(replace(ARGS, dtype="float32", out=tmp_path, arms=arm, seeds=(1,))) == 0
+    rows = rows_of(tmp_path / "rag-budget0.2.jsonl")
+    assert rows[:N] == rows_of(folder / "rag-budget0.2.jsonl") and [row["seed"] for row in rows] == [0] * N + [1] * N
+    assert len({row["case_id"] for row in rows}) == len({row["answers"][0] for row in rows}) == 2 * N
+
+
 def test_bootstrap_reads_the_rows(ran, capsys):
     """Where their folder is named, question by question; elsewhere they do not crowd the main tables."""
     folder, _ = ran
