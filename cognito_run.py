@@ -37,13 +37,14 @@ among its best is read in behind them.
 
     retention(passage) = RRF(passage, question) * exp(-0.4 * lag)        lag = turns since it was last retrieved
 
-Two things make this exact. Every token keeps the *absolute* position it was read at, so the gaps that eviction leaves
-do not disturb RoPE. And the prompt is tokenised once, each passage's span being read off the character offsets, so
-that what is evicted is that passage and not a neighbour's token.
+Two things make this exact. Every key knows the position it was read at, so that it can stay there in spite of the gaps
+(--positions absolute), or be turned to stand right before the question with the others that are kept (rebased), the best
+passage last (ranked). And the prompt is tokenised once, each passage's span being read off the character offsets, so that
+what is evicted is that passage and not a neighbour's token.
 
     uv run cognito_run.py                                         # a demo: embedded model, no account, no GPU
     uv run cognito_run.py --docs notes.txt papers/ --ask "Who chaired the meeting?" --ask "And when?"
-    uv run cognito_run.py --docs notes.txt --kv-budget 512MiB --evict-at chunk --trace evictions.trace.jsonl
+    uv run cognito_run.py --docs books/ --kv-budget 2048 --evict-at chunk     # read whole, however long, in flat memory
     >>> from cognito_run import Session; Session(["notes.txt"]).ask("Who chaired the meeting?")     # in a notebook
 
 Without --ask there is a prompt (`/help` lists its commands), or questions are piped in, one a line. Prints the streamed
@@ -51,7 +52,8 @@ answers, the passages that support them, and what they cost; --json FILE or - wr
 --json, --trace and --page-dir, the prompt's history in the user's state folder, and the unpacked model in the cache folder.
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
-key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
+rotary positions, RoFormer (Su et al. 2021, arXiv:2104.09864); positions within the cache, StreamingLLM (Xiao et al., ICLR
+2024, arXiv:2309.17453); key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
 NeurIPS 2023, arXiv:2306.14048); query repetition, Lost in the Middle (Liu et al., TACL 2024, arXiv:2307.03172);
 reciprocal rank fusion (Cormack et al., SIGIR 2009).
 

@@ -38,6 +38,7 @@ the question alone and evicts whole. Template, instruction, question and answer 
     uv run eval_niah.py --config L3                              # 2 lengths x 15 depths on the noise haystack
     uv run eval_niah.py --config all --haystack prose            # L1 ... L5
     uv run eval_niah.py --config L3 --evict-at chunk --lengths 8192
+    uv run eval_niah.py --config L3 --kv-budget 0.1 --positions rebased
 
 Writes results/niah/<model>/<config>[-<variant>].jsonl, flushed case by case; run it again to resume. `bootstrap.py`
 turns such files into tables. Exit code 0: all cases ran; 1: some ended in an error row; 2: bad usage.

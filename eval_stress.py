@@ -31,9 +31,13 @@ stay, so that cached keys fit every later query.
     KV bytes grow with the length in L1, L2 and L5. L3 in flight with an absolute budget stays flat:
     kv_bytes_peak <= (budget + one chunk) * bytes per token, whatever the length
 
+    In flight with --positions rebased, what is kept is moved together after every eviction, so that no position passes the
+    window: a text of any length is read at the model's own frequencies, without YaRN
+
     uv run eval_stress.py --config L3                                        # 2 lengths x 9 depths, noise haystack
     uv run eval_stress.py --config all
     uv run eval_stress.py --config L3 --kv-budget 4096 --evict-at chunk      # flat memory
+    uv run eval_stress.py --config L3 --kv-budget 2048 --evict-at chunk --positions rebased --lengths 16384 131072
 
 Writes results/stress/<model>/<config>[-<variant>].jsonl, flushed case by case; run it again to resume. A case that runs
 out of memory (L1 reads 32k in one shot) is a row with `error`. `bootstrap.py` turns such files into tables. Exit
