@@ -246,6 +246,9 @@ def test_a_flag_whose_value_is_not_hashed():
     (dict(config="L6", scorer="key-norm", keep=0.4, pooled=True, prune_at="prefill"), "L6-key-norm-keep0.4-pooled-prefill"),
     (dict(config="L6", scorer="random", threshold=-4.0, window=64), "L6-random-tau-4-window64"),
     (dict(config="L7", scorer="random", keep=0.5, kv_budget="none"), "L7-budgetnone-random-keep0.5"),
+    (dict(config="L3", kv_budget="2048", evict_at="chunk", positions="rebased"), "L3-budget2048-inflight-rebased"),
+    (dict(config="L3", haystack="prose", positions="ranked"), "L3-prose-ranked"), (dict(config="L4", positions="rebased"), "L4-rebased"),
+    (dict(config="L1", positions="rebased"), "L1"), (dict(config="L2", positions="ranked"), "L2"),
 ])
 def test_a_file_is_named_by_what_differs_from_the_defaults(monkeypatch, given, name):
     """Of what applies to its configuration; and what stands in no name changes no answer either."""

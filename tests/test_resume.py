@@ -121,7 +121,7 @@ def flags_of(rows: list[dict]) -> dict:
     given = {name: row[name] for name in ("model", "device", "dtype", "quant")}
     given |= {"reranker": "none", "lengths": lengths, "n": len(rows) // len(lengths)}
     given |= {"squad": ROOT / "data" / f"{row['haystack']}.json"} if row["task"] == "squad" else {"haystack": row["haystack"]}
-    names = ("config", "seed", "kv_budget", "evict_at", "scorer", "keep", "pooled", "window", "prune_at")
+    names = ("config", "seed", "kv_budget", "evict_at", "positions", "scorer", "keep", "pooled", "window", "prune_at")
     return given | {name: row[name] for name in names if row.get(name) is not None}
 
 

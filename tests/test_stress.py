@@ -109,6 +109,26 @@ def test_in_flight_with_an_absolute_budget_memory_is_flat(short_window):
     assert long <= 1.1 * middle <= 1.21 * short
 
 
+@pytest.mark.parametrize("positions", ["rebased", "ranked"])
+def test_what_is_moved_together_in_flight_needs_no_window_beyond_the_model_s(short_window, capsys, positions):
+    """Four windows of text at the model's own frequencies, in the same memory; the files and the rows say which positions."""
+    flags = dict(config="L3", kv_budget="1500", evict_at="chunk", positions=positions, rope="none", lengths=(4096, 8192, 16384))
+    assert evaluate(**flags) == 0 and "YaRN" not in capsys.readouterr().out
+    rows = read(f"results/stress/tiny/L3-n1-none-budget1500-inflight-{positions}.jsonl")
+    assert all((row["rope"], row["rope_factor"], row["positions"]) == ("none", 1.0, positions) for row in rows)
+    short, middle, long = (row["kv_bytes_peak"] for row in rows)
+    assert long <= 1.1 * middle <= 1.21 * short
+
+
+def test_positions_that_need_room_are_refused_or_get_it(short_window, capsys):
+    """A budget longer than the window; eviction after reading; a configuration beside L3 that would read under its YaRN."""
+    moved = dict(config="L3", positions="rebased", rope="none", lengths=(8192,))
+    for given in (dict(kv_budget="4096", evict_at="chunk"), dict(kv_budget="1500", evict_at="pre-decode")):
+        assert evaluate(**moved, **given) == 2 and "4096 positions" in capsys.readouterr().err
+    flags = dict(kv_budget="1500", evict_at="chunk", positions="rebased", lengths=(8192,))
+    assert evaluate(config="all", **flags) == 2 and "name one --config at a time" in capsys.readouterr().err
+
+
 def test_out_of_memory_is_a_row(short_window):
     class Full(stress.EvalRun):
         def generate(self, name, prompt, policy):
