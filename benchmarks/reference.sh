@@ -12,6 +12,17 @@ uv run eval_niah.py --config all
 uv run eval_niah.py --config all --haystack prose
 uv run eval_niah.py --config L3 --evict-at chunk --lengths 8192
 
+# Re-based positions: moved together, and in order of rank; at three budgets
+for haystack in noise prose; do
+    arms=()
+    for budget in 0.4 0.2 0.1; do
+        for positions in absolute rebased ranked; do
+            arms+=(-- --config L3 --kv-budget $budget --positions $positions)
+        done
+    done
+    OMP_NUM_THREADS=1 uv run benchmarks/sweep.py eval_niah --haystack $haystack "${arms[@]}" -- --config L4 --positions rebased
+done
+
 # The KV bytes of one needle, step by step. A trace is appended to, so it begins anew; its row is not kept
 trace() { # name of the trace, flags of the evaluation
     local file=results/niah/smollm2/$1.trace.jsonl; shift
@@ -66,8 +77,21 @@ for length in 16384 32768; do
 done
 uv run eval_stress.py --config L3 --kv-budget 4096 --evict-at chunk
 
+# Stress re-based in flight: no YaRN, and no end
+rebased() { # budget, haystack, lengths
+    local budget=$1 haystack=$2; shift 2
+    OMP_NUM_THREADS=1 uv run eval_stress.py --config L3 --kv-budget "$budget" --evict-at chunk --positions rebased \
+        --haystack "$haystack" --lengths "$@"
+}
+rebased 2048 noise 16384 32768 65536 131072
+rebased 2048 prose 16384 32768 65536 131072
+rebased 4096 noise 16384 32768 65536
+rebased 4096 prose 16384 32768
+
 # Many questions about one text: one reading against reading again
 uv run benchmarks/questions.py --plot
+uv run benchmarks/questions.py --seeds 0 1 2 \
+    --arms L2 L3-budget0.1 L3-budget0.1-rebased L3-budget0.1-ranked rag-budget0.1 rag-budget0.1-ranked
 
 # Speed
 uv run benchmarks/bench_kv.py --repeats 2
@@ -81,4 +105,4 @@ uv run bootstrap.py results/{niah,squad,stress}/smollm2/ablation results/niah/sm
     results/squad/smollm2/L2-squad_cognito.jsonl results/stress/smollm2/L2.jsonl \
     --compare L6-kvzap-mlp-keep0.4-pooled L6-key-norm-keep0.4 \
     --markdown results/README.md --block ablation --plots results/plots/ablation
-uv run bootstrap.py results/questions --compare L3-budget0.1 rag-budget0.1 --markdown results/README.md --block questions
+uv run bootstrap.py results/questions --compare L3-budget0.1-ranked rag-budget0.1 --markdown results/README.md --block questions
