@@ -842,9 +842,9 @@ def finish(figure: Figure, axes: list, title: str, x_label: str, y_label: str) -
 
 def arm_style(arm: str, arms: list[str]) -> dict:
     """Marker and line of an arm: told apart by shape, so that a black and white print loses nothing."""
-    place = arms.index(arm)
-    return {"marker": MARKERS[place % len(MARKERS)], "linestyle": LINE_STYLES[place % len(LINE_STYLES)], "linewidth": 1.2,
-            "markersize": 7, "color": "black", "markerfacecolor": "white" if place % 2 else "0.35"}
+    lap, place = divmod(arms.index(arm), len(MARKERS))
+    return {"marker": MARKERS[place], "linestyle": LINE_STYLES[place % len(LINE_STYLES)], "linewidth": 1.2,
+            "markersize": 7, "color": "black", "markerfacecolor": "white" if (place + lap) % 2 else "0.35"}
 
 
 def draw_heatmap(rows: list[dict], title: str) -> Figure:

@@ -53,9 +53,9 @@ answers, the passages that support them, and what they cost; --json FILE or - wr
 
 Sources: chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); paging, PagedAttention (Kwon et al., SOSP 2023);
 rotary positions, RoFormer (Su et al. 2021, arXiv:2104.09864); positions within the cache, StreamingLLM (Xiao et al., ICLR
-2024, arXiv:2309.17453); key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O (Zhang et al.,
-NeurIPS 2023, arXiv:2306.14048); query repetition, Lost in the Middle (Liu et al., TACL 2024, arXiv:2307.03172);
-reciprocal rank fusion (Cormack et al., SIGIR 2009).
+2024, arXiv:2309.17453); key norms as an eviction score (Devoto et al., EMNLP 2024, arXiv:2406.11430), standing in for H2O
+(Zhang et al., NeurIPS 2023, arXiv:2306.14048); query repetition, Lost in the Middle (Liu et al., TACL 2024,
+arXiv:2307.03172); reciprocal rank fusion (Cormack et al., SIGIR 2009).
 
 This file is the canonical home of most `core:` blocks; edit them here, then run `python tools/sync_core.py --fix`.
 """

@@ -720,6 +720,12 @@ def test_pictures_are_the_same_bytes_every_time(two_arms, report):
         assert path.read_bytes() == (two_arms / "two" / path.name).read_bytes(), path.name
 
 
+def test_no_two_of_twenty_arms_look_alike():
+    arms = [f"arm{i}" for i in range(20)]
+    looks = [bootstrap.arm_style(arm, arms) for arm in arms]
+    assert len({(look["marker"], look["markerfacecolor"]) for look in looks}) == 20
+
+
 def test_bad_trace_is_refused(two_arms):
     write(two_arms / "L3.trace.jsonl", [{"event": "evict", "case_id": "a", "step": 0, "n_seen": 256}])
     assert "L3.trace.jsonl:1 is no trace row" in refusal(two_arms)
