@@ -114,7 +114,8 @@ AWAY = {"evicted", "unread"}  # states of a passage that an answer could not see
 
 DEMO_TOPICS = ("assert", "break", "with", "global", "nonlocal", "del", "pass", "raise", "return", "lambda",
                "id-classes", "atom-identifiers", "callable-types", "imaginary", "numbers", "exceptions")
-DEMO_QUESTIONS = ("What letter does an imaginary literal end with?", "What kind of number does an imaginary literal yield?",
+DEMO_QUESTIONS = ("What letter does an imaginary literal end with?",
+                  "Does deletion of a target list go from left to right or from right to left?",
                   "What are lambda expressions used for?")
 
 
