@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands behind the files in results/ and the figures in results/README.md and README.md, in order. Each run resumes
-# where it stopped; together they take most of a day on 2 cores. SQUAD is a SQuAD v1.1 JSON file: ours was the half of the
+# where it stopped; together they take more than a day on 2 cores. SQUAD is a SQuAD v1.1 JSON file: ours was the half of the
 # dev set (24 articles) that github.com/bloomsburyai/question-generation keeps as data/test-v1.1.json, prompts having been
 # designed on the other.
 set -euo pipefail
@@ -87,6 +87,8 @@ rebased 2048 noise 16384 32768 65536 131072
 rebased 2048 prose 16384 32768 65536 131072
 rebased 4096 noise 16384 32768 65536
 rebased 4096 prose 16384 32768
+# Seconds by length, in one run; its rows are not kept
+rebased 2048 noise 16384 32768 65536 131072 --n 1 --out "$(mktemp -d)/row.jsonl"
 
 # Many questions about one text: one reading against reading again
 uv run benchmarks/questions.py --plot
